@@ -1,0 +1,29 @@
+"""The errors a user can cause or mend, split by what there is to do about them.
+
+Each message names the thing, what was found, what was expected and what to do. The command line prints it as one
+line; any exception outside this tree is a bug of ours and shows its traceback.
+"""
+
+
+class PhasefoldError(Exception):
+    """Root of everything that phasefold refuses or fails at knowingly."""
+
+
+class CheckpointError(PhasefoldError):
+    """The source is damaged, incomplete or of a kind that is not supported: get a good copy."""
+
+
+class RecipeError(PhasefoldError):
+    """The request makes no sense, or not for this checkpoint: change the recipe."""
+
+
+class PlanError(PhasefoldError):
+    """The request is sound but cannot be carried out here (place, space, rights): change the command."""
+
+
+class ResumeError(PhasefoldError):
+    """The output folder cannot be gone on with: see what is in it, or give another one."""
+
+
+class VerifyError(PhasefoldError):
+    """An artifact is not what its manifest says."""
