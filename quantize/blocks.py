@@ -1,0 +1,97 @@
+"""A stored matrix, read in blocks of rows: the unit of work that fits the cache and bounds the memory.
+
+Blocks are whole multiples of 128 rows (but the last), so that every scale block lies in one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..errors import CheckpointError
+from ..formats import Part, Shape, formats
+from ..formats.checkpoint import Reader
+from .kernels import Matrix
+
+ROWS = 128
+TARGET_BYTES = 2 << 20  # of codes in a block: about the size of an L2 cache
+
+
+class Buffers:
+    """Named scratch buffers of one thread, grown as needed and reused."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, bytearray] = {}
+
+    def get(self, name: str, nbytes: int) -> memoryview:
+        """A writable view of `nbytes`; valid until the name is asked for again."""
+        if len(self._held.get(name, b"")) < nbytes:
+            self._held[name] = bytearray(nbytes)
+        return memoryview(self._held[name])[:nbytes]
+
+
+def as_matrix(shape: Shape) -> tuple[int, int]:
+    """(rows, columns) of a tensor of any rank: the last dimension is the row."""
+    return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
+
+
+def row_blocks(shape: Shape, codes: Part) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) rows of each block of a matrix whose codes are stored as `codes`."""
+    rows, _ = as_matrix(shape)
+    row_bytes = max(codes.nbytes // max(rows, 1), 1)
+    step = max(ROWS, TARGET_BYTES // (row_bytes * ROWS) * ROWS)
+    for first in range(0, rows, step):
+        yield first, min(first + step, rows)
+
+
+def scale_rows(block_rows: int, first: int, last: int, rows: int) -> tuple[int, int]:
+    """The rows of the scales that belong to rows first..last of the codes."""
+    height = block_rows or rows
+    return first // height, -(-last // height)
+
+
+class StoredMatrix:
+    """One matrix of a checkpoint: where its parts lie, and how to read some rows of it."""
+
+    def __init__(self, reader: Reader, module: str, parts: tuple[Part, ...], storage: str, shape: Shape) -> None:
+        self.reader, self.module, self.shape = reader, module, shape
+        self.grid = formats()[storage].grid
+        self.kind = storage if self.grid.kind == "plain" else self.grid.kind
+        self.codes, self.rest = parts[0], parts[1:]
+        self.rows, self.columns = as_matrix(shape)
+
+    def read(self, first: int, last: int, buffers: Buffers, prefix: str = "") -> Matrix:
+        """Rows first..last (exclusive) in the buffers `prefix + "codes"` and `prefix + "scales"`."""
+        row_bytes = self.codes.nbytes // max(self.rows, 1)
+        codes = buffers.get(prefix + "codes", row_bytes * (last - first))
+        self.reader.read(self.module + self.codes.suffix, row_bytes * first, codes)
+        scales: memoryview | None = None
+        dtype = None
+        if self.kind not in ("bf16", "f16", "f32"):
+            part = self.rest[0]
+            start, stop = scale_rows(self.grid.block[0], first, last, self.rows)
+            line = part.nbytes // self.grid.scale_shape(self.shape)[0]
+            scales, dtype = buffers.get(prefix + "scales", line * (stop - start)), part.dtype
+            self.reader.read(self.module + part.suffix, line * start, scales)
+        return Matrix(self.kind, codes, scales, dtype, last - first, self.columns, self.grid.block)
+
+    def check_shape_tensor(self, buffers: Buffers, prefix: str = "") -> memoryview | None:
+        """The bytes of `weight_shape`, checked to say what the config says; None where the format has none."""
+        part = next((part for part in self.rest if part.suffix == ".weight_shape"), None)
+        if part is None:
+            return None
+        raw = buffers.get(prefix + "shape", part.nbytes)
+        self.reader.read(self.module + part.suffix, 0, raw)
+        width = part.nbytes // 2
+        said = [int.from_bytes(raw[i * width : (i + 1) * width], "little", signed=True) for i in (0, 1)]
+        if said != list(self.shape):
+            raise CheckpointError(f"{self.module}{part.suffix}: says {said}, the config calls for {list(self.shape)}")
+        return raw
+
+    def where(self, what: str, row: int, column: int, first: int) -> str:
+        """The name and coordinate of a fault that a kernel reported for a block that starts at row `first`."""
+        if what.startswith("scale"):
+            row += scale_rows(self.grid.block[0], first, first, self.rows)[0]
+            return f"{self.module}{self.rest[0].suffix}[{row}, {column}]"
+        name = f"{self.module}{self.codes.suffix}"
+        return f"{name}[{column}]" if len(self.shape) < 2 else f"{name}[{row + first}, {column}]"

@@ -1,0 +1,323 @@
+"""Carrying a plan out: units in parallel, shards finished one by one; a rerun goes on where the last one stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..errors import CheckpointError, PlanError
+from ..formats import formats
+from ..formats.checkpoint import INDEX, MANIFEST, Reader, side_files
+from ..formats.manifest import Manifest
+from . import kernels, output
+from .blocks import Buffers, StoredMatrix, row_blocks, scale_rows
+from .plan import Plan, Shard, Unit
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a unit left: squared error and squared norm (Frobenius), scales and blocks worth a remark."""
+
+    error2: float = 0.0
+    norm2: float = 0.0
+    tiny_scales: int = 0
+    zero_blocks: int = 0
+
+    @property
+    def relative_error(self) -> float:
+        """||w - w'|| / ||w||, four digits; 0.0 for a matrix of zeros."""
+        return float(f"{(self.error2 / self.norm2) ** 0.5:.4g}") if self.norm2 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished conversion. `errors`: role -> mean relative error of the units that were chosen anew or decoded."""
+
+    plan: Plan
+    backend: str
+    resumed_shards: int
+    wall_seconds: float
+    cpu_seconds: float
+    peak_rss_bytes: int
+    source_bytes: int
+    errors: Mapping[str, float]
+    scales: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A shard that is being written: its file and what its units have left so far."""
+
+    shard: Shard
+    handle: int
+    left: int
+    outcomes: dict[str, list[Any]] = field(default_factory=dict)
+    scales: dict[str, int] = field(default_factory=lambda: {"tiny_scales": 0, "zero_blocks": 0})
+
+
+def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | None = None) -> Result:
+    """Write the artifact that `plan` describes into `out`, or go on with it.
+
+    Needs no memory but a few row blocks a worker. `progress` is told the source bytes of each unit that is done.
+    Raises PhasefoldError with the first thing that is wrong; finished shards stay, and the folder never looks whole.
+    """
+    wall, cpu = time.monotonic(), time.process_time()
+    source = plan.checkpoint.folder
+    output.check_place(source, out)
+    if workers < 1:
+        raise PlanError(f"workers is {workers}, at least one is needed")
+    if output.is_finished(out, plan):
+        done = output.check_finished(out)
+        output.remove_work(out)
+        resumed = len(plan.shards)
+    else:
+        records = output.finished_shards(out, plan) if out.is_dir() else {}
+        resumed = len(records)
+        sides = side_files(source)
+        missing = sum(shard.size for shard in plan.shards if shard.file not in records)
+        output.check_space(out, missing + sum((source / name).stat().st_size for name in sides))
+        with output.claim(out, plan):
+            records = output.finished_shards(out, plan)  # now that nobody else writes
+            if progress:
+                progress(sum(u.source_bytes for s in plan.shards if s.file in records for u in s.units))
+            _write_shards(plan, out, [s for s in plan.shards if s.file not in records], workers, progress)
+            done = _finish(plan, out, sides)
+    return Result(
+        plan,
+        kernels.backend(),
+        resumed,
+        time.monotonic() - wall,
+        time.process_time() - cpu,
+        _peak_rss(),
+        plan.checkpoint.total_size,
+        _mean_errors(plan, done),
+        done.scales,
+    )
+
+
+def _write_shards(plan: Plan, out: Path, shards: list[Shard], workers: int, progress: Progress | None) -> None:
+    reader, stop, lock = Reader(plan.checkpoint), threading.Event(), threading.Lock()
+    opened: dict[str, _Open] = {}
+
+    def tasks() -> Iterator[tuple[_Open, Unit]]:
+        for shard in shards:
+            with output.writing(out):
+                opened[shard.file] = _open(out, shard)
+            for unit in shard.units:
+                yield opened[shard.file], unit
+
+    todo = tasks()
+
+    def work() -> None:
+        buffers = Buffers()
+        try:
+            while not stop.is_set():
+                with lock:
+                    task = next(todo, None)
+                if task is None:
+                    return
+                current, unit = task
+                with output.writing(out):
+                    outcome = run_unit(unit, reader, current.handle, buffers, stop)
+                with lock:
+                    current.outcomes[unit.module] = [
+                        unit.action, unit.source_format, unit.target_format, outcome.relative_error
+                    ]  # fmt: skip
+                    current.scales["tiny_scales"] += outcome.tiny_scales
+                    current.scales["zero_blocks"] += outcome.zero_blocks
+                    current.left -= 1
+                    last = current.left == 0
+                    if progress:
+                        progress(unit.source_bytes)
+                if last and not stop.is_set():
+                    with output.writing(out):
+                        _close(out, current)
+                    with lock:
+                        del opened[current.shard.file]
+        except BaseException:
+            stop.set()
+            raise
+
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="phasefold")
+    try:
+        for future in [pool.submit(work) for _ in range(workers)]:
+            future.result()
+    finally:  # also on SIGINT: let the workers end their row block, then clear what is half done
+        stop.set()
+        pool.shutdown(wait=True)
+        reader.close()
+        for current in opened.values():
+            with contextlib.suppress(OSError):
+                os.close(current.handle)
+        for path in out.glob(f"*{output.PARTIAL}"):
+            path.unlink(missing_ok=True)
+
+
+def run_unit(unit: Unit, reader: Reader, handle: int, buffers: Buffers, stop: threading.Event) -> Outcome:
+    """Work on one unit: read its rows block by block, choose or check, write. Raises CheckpointError on bad values."""
+    source = StoredMatrix(reader, unit.module, unit.source, unit.source_format, unit.shape)
+    target_format = formats()[unit.target_format]
+    target = kernels.Target(
+        target_format.grid.kind if not target_format.plain else unit.target_format,
+        target_format.grid.block,
+        unit.method,
+        unit.objective,
+        unit.power_of_two,
+    )
+    same = unit.action == "copied" or (unit.action == "repacked" and not target_format.plain)
+    error2 = norm2 = 0.0
+    tiny = zero = 0
+    for first, last in row_blocks(unit.shape, unit.source[0]):
+        if stop.is_set():
+            return Outcome()
+        matrix = source.read(first, last, buffers)
+        if same:
+            report, results = kernels.check(matrix), (matrix.codes, matrix.scales)
+        else:
+            results = _result_buffers(unit, first, last, source.rows, buffers)
+            report = kernels.convert(matrix, target, *results)
+        if report.fault is not None:
+            where = source.where(report.fault, report.row, report.column, first)
+            raise CheckpointError(f"{where}: {report.fault}")
+        if unit.lossless and report.error2 != 0.0:
+            raise CheckpointError(
+                f"{unit.module}: {unit.source_format} cannot be cast to {unit.target_format} without loss: its scales "
+                f"span too many powers of two within one block (rows {first} to {last - 1})"
+            )
+        error2, norm2 = error2 + report.error2, norm2 + report.norm2
+        tiny, zero = tiny + report.tiny_scales, zero + report.zero_blocks
+        for out_part, data in zip(unit.outputs, results, strict=False):
+            if data is not None:
+                start = _row_offset(unit, out_part.part.nbytes, first, source.rows, is_scale=data is results[1])
+                _write(handle, data, out_part.offset + start)
+    _write_shape(unit, source, handle, buffers, same=same)
+    return Outcome(error2, norm2, tiny, zero)
+
+
+def _result_buffers(
+    unit: Unit, first: int, last: int, rows: int, buffers: Buffers
+) -> tuple[memoryview, memoryview | None]:
+    grid = formats()[unit.target_format].grid
+    codes = buffers.get("codes_out", unit.outputs[0].part.nbytes // rows * (last - first))
+    if grid.kind == "plain":
+        return codes, None
+    start, stop = scale_rows(grid.block[0], first, last, rows)
+    line = unit.outputs[1].part.nbytes // grid.scale_shape(unit.shape)[0]
+    return codes, buffers.get("scales_out", line * (stop - start))
+
+
+def _row_offset(unit: Unit, nbytes: int, first: int, rows: int, *, is_scale: bool) -> int:
+    if not is_scale:
+        return nbytes // max(rows, 1) * first
+    grid = formats()[unit.target_format].grid
+    return nbytes // grid.scale_shape(unit.shape)[0] * scale_rows(grid.block[0], first, first, rows)[0]
+
+
+def _write_shape(unit: Unit, source: StoredMatrix, handle: int, buffers: Buffers, *, same: bool) -> None:
+    """The constant part of packed INT4, taken over or made."""
+    raw = source.check_shape_tensor(buffers)
+    if len(unit.outputs) > 2:
+        data = raw if same and raw is not None else struct.pack("<qq", *unit.shape)
+        _write(handle, data, unit.outputs[2].offset)
+
+
+def _write(handle: int, data: kernels.Buffer, offset: int) -> None:
+    data, done = memoryview(data), 0
+    while done < len(data):
+        done += os.pwrite(handle, data[done:], offset + done)
+
+
+def _open(out: Path, shard: Shard) -> _Open:
+    path = out / (shard.file + output.PARTIAL)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.fchmod(handle, 0o644)
+    os.ftruncate(handle, shard.size)
+    _write(handle, shard.header, 0)
+    return _Open(shard, handle, len(shard.units))
+
+
+def _close(out: Path, current: _Open) -> None:
+    """Flush, hash, record, rename: in this order, so that a crash leaves either a whole shard or a partial one."""
+    os.fsync(current.handle)
+    size = os.fstat(current.handle).st_size
+    assert size == current.shard.size, f"{current.shard.file}: planned {current.shard.size}, wrote {size}"
+    record = {
+        "bytes": size,
+        "sha256": output.hash_file(current.handle, size),
+        "units": current.outcomes,
+        "scales": current.scales,
+    }
+    output.atomic_write(output.record_path(out, current.shard.file), output.to_json(record))
+    os.replace(out / (current.shard.file + output.PARTIAL), out / current.shard.file)
+    output.flush_folder(out)
+    os.close(current.handle)
+
+
+def _finish(plan: Plan, out: Path, sides: list[str]) -> Manifest:
+    """Side files, index, manifest and, last, config.json."""
+    records = output.finished_shards(out, plan)
+    files = {shard.file: {k: records[shard.file][k] for k in ("bytes", "sha256")} for shard in plan.shards}
+    with output.writing(out):
+        for name in sides:
+            files[name] = output.copy_side_file(plan.checkpoint.folder / name, out / name)
+        index = {"metadata": {"total_size": plan.output_bytes}, "weight_map": plan.weight_map}
+        for name, data in ((INDEX, output.to_json(index, indent=2)), ("config.json", plan.config)):
+            files[name] = output.file_entry(data)
+            if name != "config.json":
+                output.atomic_write(out / name, data)
+        units = {name: unit for shard in plan.shards for name, unit in records[shard.file]["units"].items()}
+        manifest = Manifest(
+            tool=__version__,
+            phase=plan.recipe.phase,
+            architecture=plan.architecture,
+            source={
+                "name": plan.checkpoint.folder.resolve().name,
+                "digest": plan.checkpoint.digest,
+                "tensors": len(plan.checkpoint.tensors),
+                "total_size": plan.checkpoint.total_size,
+            },
+            recipe=plan.recipe.to_json(),
+            plan=plan.digest,
+            shard_bytes=plan.shard_bytes,
+            output_bytes=plan.output_bytes,
+            files=dict(sorted(files.items())),
+            units={unit.module: units[unit.module] for unit in plan.units()},
+            dropped=dict(plan.dropped),
+            scales={
+                key: sum(records[shard.file]["scales"][key] for shard in plan.shards)
+                for key in ("tiny_scales", "zero_blocks")
+            },
+        )
+        output.atomic_write(out / MANIFEST, manifest.to_bytes())
+        output.atomic_write(out / "config.json", plan.config)
+        output.remove_work(out)
+    return manifest
+
+
+def _peak_rss() -> int:
+    """Largest resident set of this process, bytes. Linux's ru_maxrss would count the process that started this one."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _mean_errors(plan: Plan, manifest: Manifest) -> dict[str, float]:
+    sums: dict[str, list[float]] = {}
+    for unit in plan.units():
+        if unit.action == "quantized" or formats()[unit.target_format].plain != formats()[unit.source_format].plain:
+            sums.setdefault(unit.role, []).append(manifest.units[unit.module][3])
+    return {role: sum(errors) / len(errors) for role, errors in sums.items()}

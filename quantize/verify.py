@@ -1,0 +1,187 @@
+"""Is an artifact what its manifest says, and does it hold the numbers of its source?
+
+Without the source: every byte of every file against the manifest's hashes, the headers against the index, the config
+against the tensors. With the source: every tensor is decoded on both sides and compared.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import PhasefoldError, VerifyError
+from ..formats import formats
+from ..formats.checkpoint import MANIFEST, Checkpoint, Reader, open_checkpoint
+from ..formats.manifest import Manifest, read_manifest
+from ..recipes import parse
+from . import kernels, output
+from .account import account
+from .blocks import Buffers, StoredMatrix, row_blocks
+from .convert import Outcome
+from .declare import Module, check
+from .plan import Plan, Unit, make_plan
+
+LIMITS = {"e4m3": 0.05, "int4": 0.5, "plain": 0.004}  # relative errors beyond these are no rounding any more
+
+
+@dataclass(slots=True)
+class Verdict:
+    """problems: one line each, empty when all is well. worst: (tensor, relative error). errors: role -> mean."""
+
+    problems: list[str] = field(default_factory=list)
+    worst: tuple[str, float] | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+def verify(
+    artifact: Path, source: Path | None = None, *, workers: int = 2, progress: Callable[[int], None] | None = None
+) -> Verdict:
+    """Check an artifact, also against its source where that is given. What is wrong is in the verdict, not raised.
+
+    `progress` is told bytes of the artifact as they are hashed, then as they are compared.
+    """
+    verdict = Verdict()
+    try:
+        manifest = read_manifest(artifact)
+    except VerifyError as error:
+        verdict.problems.append(str(error))
+        return verdict
+    verdict.problems += _check_files(artifact, manifest, workers, progress)
+    try:
+        checkpoint = open_checkpoint(artifact)
+        verdict.problems += _check_config(checkpoint)
+        if source is not None:
+            plan = make_plan(open_checkpoint(source), parse(manifest.recipe, "recipe"), manifest.shard_bytes)
+            _compare(plan, checkpoint, manifest, verdict, workers, progress)
+    except PhasefoldError as error:
+        verdict.problems.append(str(error))
+    return verdict
+
+
+def _check_files(artifact: Path, manifest: Manifest, workers: int, progress: Callable[[int], None] | None) -> list[str]:
+    """Every file of the manifest is there with its bytes, and no other weights are."""
+    problems = []
+
+    def one(name: str) -> str | None:
+        expected = manifest.files[name]
+        try:
+            handle = os.open(artifact / name, os.O_RDONLY)
+        except OSError as error:
+            return f"{name}: cannot be read ({error.strerror})"
+        try:
+            size = os.fstat(handle).st_size
+            if size != expected["bytes"]:
+                return f"{name}: has {size:,} bytes, the manifest says {expected['bytes']:,}"
+            if output.hash_file(handle, size) != expected["sha256"]:
+                return f"{name}: altered, its sha256 is not the manifest's"
+        except OSError as error:
+            return f"{name}: cannot be read ({error.strerror})"
+        finally:
+            os.close(handle)
+        if progress:
+            progress(size)
+        return None
+
+    with ThreadPoolExecutor(workers) as pool:
+        problems += [problem for problem in pool.map(one, manifest.files) if problem]
+    for path in sorted(artifact.rglob("*")):
+        name = path.relative_to(artifact).as_posix()
+        if name.startswith(f"{output.WORK}/") or name.endswith(output.PARTIAL):
+            problems.append(f"{name}: left over from a job that did not end; give the same convert command again")
+        elif path.is_file() and name not in manifest.files and name != MANIFEST and name.endswith(".safetensors"):
+            problems.append(f"{name}: weights that the manifest does not know")
+    return problems
+
+
+def _check_config(checkpoint: Checkpoint) -> list[str]:
+    """The artifact's own tensors against its own config: complete, and declared as what they are."""
+    found = account(checkpoint)
+    modules = [
+        Module(
+            i.module, i.spec.role, i.spec.layer, i.spec.mtp, i.spec.linear, None if i.format.plain else i.format.name
+        )
+        for i in found.items
+        if len(i.spec.shape) == 2 and i.spec.name.endswith(".weight")
+    ]
+    declared = checkpoint.config.get("quantization_config") or found.model.text.get("quantization_config")
+    return [f"config.json: {problem}" for problem in check(declared, modules, found.model.architecture)]
+
+
+def _compare(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    verdict: Verdict,
+    workers: int,
+    progress: Callable[[int], None] | None,
+) -> None:
+    if plan.digest != manifest.plan:
+        verdict.problems.append(
+            f"{plan.checkpoint.folder}: not the source of this artifact (headers or config differ), or converted by a "
+            f"phasefold of another version ({manifest.tool})"
+        )
+        return
+    theirs, ours = Reader(plan.checkpoint), Reader(checkpoint)
+    sums: dict[str, list[float]] = {}
+
+    def one(unit: Unit) -> tuple[Unit, Outcome | str]:
+        result = compare_unit(unit, theirs, ours, Buffers())
+        if progress:
+            progress(sum(output.part.nbytes for output in unit.outputs))
+        return unit, result
+
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            for unit, result in pool.map(one, plan.units()):
+                if isinstance(result, str):
+                    verdict.problems.append(result)
+                    continue
+                error = result.relative_error
+                sums.setdefault(unit.role, []).append(error)
+                if verdict.worst is None or error > verdict.worst[1]:
+                    verdict.worst = (unit.module, error)
+                if problem := _judge(unit, error, manifest.units):
+                    verdict.problems.append(problem)
+    finally:
+        theirs.close()
+        ours.close()
+    verdict.errors = {role: sum(errors) / len(errors) for role, errors in sums.items()}
+
+
+def compare_unit(unit: Unit, theirs: Reader, ours: Reader, buffers: Buffers) -> Outcome | str:
+    """Decode a unit on both sides: -> its error, or a line that says what differs."""
+    before = StoredMatrix(theirs, unit.module, unit.source, unit.source_format, unit.shape)
+    parts = tuple(output.part for output in unit.outputs)
+    after = StoredMatrix(ours, unit.module, parts, unit.target_format, unit.shape)
+    same = unit.action == "copied" or (unit.action == "repacked" and not formats()[unit.target_format].plain)
+    error2 = norm2 = 0.0
+    for first, last in row_blocks(unit.shape, unit.source[0]):
+        a, b = before.read(first, last, buffers, "a."), after.read(first, last, buffers, "b.")
+        if same:
+            if a.codes != b.codes or a.scales != b.scales:
+                return f"{unit.module}: copied, but its bytes differ from the source's in rows {first} to {last - 1}"
+            continue
+        report = kernels.compare(a, b)
+        if report.fault is not None:
+            return f"{after.where(report.fault, report.row, report.column, first)}: {report.fault}"
+        error2, norm2 = error2 + report.error2, norm2 + report.norm2
+    before.check_shape_tensor(buffers)
+    after.check_shape_tensor(buffers)
+    return Outcome(error2, norm2)
+
+
+def _judge(unit: Unit, error: float, recorded: Mapping[str, list[object]]) -> str | None:
+    said = recorded.get(unit.module, [None, None, None, None])[3]
+    if not isinstance(said, float | int):
+        return f"{unit.module}: the manifest does not know it"
+    if abs(error - said) > 1e-3 * max(error, said) + 1e-9:
+        return f"{unit.module}: differs from the source by {error:.4g}, the manifest says {said:.4g}"
+    if unit.lossless and error:
+        return f"{unit.module}: must equal the source, differs by {error:.4g}"
+    kind = formats()[unit.target_format].grid.kind
+    if unit.action != "copied" and error > LIMITS.get(kind, 0.0):
+        return f"{unit.module}: differs from the source by {error:.4g}, more than {kind} rounding can explain"
+    return None

@@ -1,0 +1,226 @@
+"""Interruption: whatever stops a job, the same command given again ends bit-equal and redoes no finished shard."""
+
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import variants
+
+from phasefold.errors import CheckpointError, PlanError, ResumeError
+from phasefold.formats.checkpoint import MANIFEST, open_checkpoint
+from phasefold.quantize import output
+from phasefold.quantize.convert import convert
+from phasefold.quantize.plan import Plan, make_plan
+from phasefold.recipes import load
+
+TINY = variants.EXAMPLES / "tiny-glm5"
+SHARD = 300_000  # bytes: two dozen shards
+
+
+def plan(source: Path = TINY, recipe: str = "glm-decode-int4", shard_bytes: int = SHARD) -> Plan:
+    return make_plan(open_checkpoint(source), load(recipe), shard_bytes)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """sha256 of every file below a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def command(source: Path, out: Path, *more: str) -> list[str]:
+    words = ["convert", str(source), str(out), "--recipe", "glm-decode-int4", "--shard-size", "300kB", *more]
+    return [sys.executable, "-m", "phasefold", *words]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The files of an uninterrupted job."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    convert(plan(), out)
+    return hashes(out)
+
+
+def test_sigkill_at_random_moments(tmp_path: Path, whole: dict[str, str]) -> None:
+    """25 kills spread over the life of the process, each on what the last one left; then a run to the end."""
+    out, rng, landed = tmp_path / "out", random.Random(7), 0
+    started = time.monotonic()
+    subprocess.run(command(TINY, tmp_path / "timing", "--json"), check=True, stdout=subprocess.DEVNULL)
+    span = time.monotonic() - started
+    for number in range(25):
+        if number % 5 == 0:
+            shutil.rmtree(out, ignore_errors=True)
+        before = {p.name: p.stat().st_mtime_ns for p in out.glob("*.safetensors")} if out.exists() else {}
+        process = subprocess.Popen(command(TINY, out, "--json"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(span * rng.uniform(0.4, 1.0))
+        process.kill()
+        landed += process.wait() == -signal.SIGKILL
+        after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+        assert before.items() <= after.items(), "a finished shard was made again"
+        assert all(hashes_of(out / name) == whole[name] for name in after), "a shard under its final name is not whole"
+    assert landed >= 20
+    subprocess.run(command(TINY, out, "--json"), check=True, stdout=subprocess.DEVNULL)
+    assert hashes(out) == whole
+
+
+def hashes_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class Stopped(BaseException):
+    """Stands for a power loss: nothing that the code under test does afterwards reaches the disk."""
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace", "pwrite", "preadv", "unlink", "mkdir"])
+def test_a_stop_at_every_call_to_the_system(tmp_path: Path, monkeypatch, whole: dict[str, str], name: str) -> None:
+    """The job is stopped at the first, the second, ... call of each kind, and goes on from each of these states."""
+    original, wide = getattr(os, name), plan(shard_bytes=3_000_000)
+    reference = tmp_path / "reference"
+    convert(wide, reference, workers=1)
+    expected = hashes(reference)
+    for stop_at in range(1, 40, 1 if name in ("replace", "fsync") else 7):
+        out, left = tmp_path / f"{stop_at}", iter(range(stop_at - 1))
+
+        def failing(*arguments, left=left, **keywords):
+            if next(left, None) is None:
+                raise Stopped
+            return original(*arguments, **keywords)
+
+        monkeypatch.setattr(os, name, failing)
+        try:
+            convert(wide, out, workers=1)
+            stopped = False
+        except Stopped:
+            stopped = True
+        monkeypatch.setattr(os, name, original)
+        convert(wide, out, workers=1)
+        assert hashes(out) == expected, stop_at
+        shutil.rmtree(out)
+        if not stopped:
+            break
+
+
+def test_sigint_and_sigterm_end_cleanly_and_say_how_to_go_on(tmp_path: Path, whole: dict[str, str]) -> None:
+    source = variants.EXAMPLES / "tiny-glm5"
+    for number, kind in enumerate((signal.SIGINT, signal.SIGTERM)):
+        out = tmp_path / str(number)
+        process = subprocess.Popen(
+            command(source, out, "--workers", "1"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 60
+        while not list(out.glob("*.safetensors")) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        process.send_signal(kind)
+        _, said = process.communicate(timeout=60)
+        if process.returncode == 0:  # it was faster
+            continue
+        assert process.returncode == 130 and b"give the same command again" in said and said.count(b"\n") == 1
+        assert not list(out.glob("*.partial")) and not (out / "config.json").exists()
+        result = convert(plan(), out)
+        assert result.resumed_shards >= 1 and hashes(out) == whole
+
+
+def test_given_again_when_done_nothing_is_written(tmp_path: Path, whole: dict[str, str]) -> None:
+    convert(plan(), tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    result = convert(plan(), tmp_path / "out")
+    assert result.resumed_shards == len(result.plan.shards)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+    next((tmp_path / "out").glob("*.safetensors")).unlink()
+    with pytest.raises(ResumeError, match="is missing or has another size"):
+        convert(plan(), tmp_path / "out")
+
+
+def test_workers_and_backends_write_the_same_bytes(tmp_path: Path, monkeypatch, whole: dict[str, str]) -> None:
+    for workers in (1, 3):
+        convert(plan(), tmp_path / str(workers), workers=workers)
+        assert hashes(tmp_path / str(workers)) == whole
+    from phasefold.quantize.kernels import native
+
+    monkeypatch.setattr(native, "library", lambda: None)
+    convert(plan(), tmp_path / "twin")
+    assert hashes(tmp_path / "twin") == whole
+
+
+def test_a_source_that_disappears_and_comes_back(tmp_path: Path, whole: dict[str, str]) -> None:
+    source = Path(shutil.copytree(TINY, tmp_path / "tiny-glm5"))
+    made, shard = plan(source), source / "model-00002-of-00003.safetensors"
+    shard.rename(tmp_path / "away")
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors: cannot be read"):
+        convert(made, tmp_path / "out")
+    (tmp_path / "away").rename(shard)
+    assert convert(made, tmp_path / "out").resumed_shards >= 1
+    assert hashes(tmp_path / "out") == whole
+
+
+def test_a_full_disk(tmp_path: Path, whole: dict[str, str]) -> None:
+    """A file size limit stands for the full disk: the job fails in a shard, and goes on when there is room."""
+    out = tmp_path / "out"
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    process = subprocess.run(command(TINY, out), preexec_fn=limit, capture_output=True, text=True, check=False)
+    assert process.returncode == 1 and process.stderr.startswith("phasefold: ") and process.stderr.count("\n") == 1
+    assert not (out / "config.json").exists() and not list(out.glob("*.partial"))
+    convert(plan(), out)
+    assert hashes(out) == whole
+
+
+def test_a_disk_that_is_too_small_is_told_before_the_start(tmp_path: Path, monkeypatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(PlanError, match=r"needs .* GB more, the disk has 0\.0 GB free"):
+        convert(plan(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_that_are_not_ours_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("x")
+    with pytest.raises(ResumeError, match=r"not empty \(thesis.txt\)"):
+        convert(plan(), out)
+    (out / "thesis.txt").unlink()
+    convert(plan(), out)
+    with pytest.raises(ResumeError, match="holds another checkpoint"):
+        convert(plan(recipe="bf16"), out)
+    half = tmp_path / "half"
+    with output.claim(half, plan()), pytest.raises(ResumeError, match="another process"):
+        convert(plan(), half)
+    with pytest.raises(ResumeError, match="belongs to another job"):
+        convert(plan(recipe="bf16"), half)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResumeError, match="is a file"):
+        convert(plan(), tmp_path / "file")
+    with pytest.raises(PlanError, match="cannot be written"):
+        convert(plan(), tmp_path / "file" / "below")
+    source = Path(shutil.copytree(TINY, tmp_path / "source"))
+    for bad in (source, source / "out", tmp_path):
+        with pytest.raises(PlanError, match="inside the source"):
+            convert(plan(source), bad)
+
+
+def test_no_write_permission(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_arguments, **_keywords):
+        raise PermissionError(13, "Permission denied", str(tmp_path / "out"))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(PlanError, match=r"out: cannot be written \(Permission denied\)"):
+        convert(plan(), tmp_path / "out")
+
+
+def test_the_manifest_names_no_machine(tmp_path: Path) -> None:
+    convert(plan(), tmp_path / "out")
+    text = (tmp_path / "out" / MANIFEST).read_text()
+    assert str(tmp_path) not in text and str(TINY.parent) not in text
+    assert json.loads(text)["source"]["name"] == "tiny-glm5"
