@@ -1,0 +1,5 @@
+"""`python -m phasefold`."""
+
+from .cli import main
+
+main()
