@@ -1,10 +1,10 @@
 """Whole conversions on Kimi-K2's real matrix shapes: GB of source per CPU-second of the process, less its imports.
 
-    python benchmarks/convert.py FOLDER [--gigabytes 2.3] [--peer PYTHON]
+    python benchmarks/convert.py FOLDER [--gigabytes 4.4] [--peer PYTHON]
 
-Makes a BF16 source and its FP8-block twin in FOLDER (once), converts them by `python -m phasefold`, and prints each figure
-beside a memcpy of the same bytes in the same run. PYTHON is an interpreter with llmcompressor, which is then measured on
-the same sources (`model_free_ptq`). Machines are shared: trust the ratios, not the seconds.
+Makes a BF16 source and its FP8-block twin in FOLDER (once), converts them by `python -m phasefold`, and prints each
+figure beside a memcpy of the same bytes in the same run. PYTHON is an interpreter with llmcompressor, which is then
+measured on the same sources (`model_free_ptq`). Machines are shared: trust the ratios, not the seconds.
 """
 
 import argparse
@@ -22,8 +22,9 @@ import torch
 from safetensors.torch import save_file
 
 K2 = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 7168, "intermediate_size": 18432,
-    "moe_intermediate_size": 2048, "n_shared_experts": 1, "num_attention_heads": 64, "q_lora_rank": 1536,
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_shared_experts": 1, "num_attention_heads": 64,
+    "q_lora_rank": 1536,
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 4096,
     "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_experts_per_tok": 8, "tie_word_embeddings": False,
     "dtype": "bfloat16",
@@ -48,8 +49,8 @@ import sys, time, resource
 from llmcompressor import model_free_ptq
 started = resource.getrusage(resource.RUSAGE_SELF)
 model_free_ptq(model_stub=sys.argv[1], save_directory=sys.argv[2], scheme=sys.argv[3],
-               ignore=["re:.*embed_tokens.*", "re:.*lm_head.*", "re:.*mlp.gate$", "re:.*kv_a_proj_with_mqa.*"], max_workers=1,
-               device="cpu")
+               ignore=["re:.*embed_tokens.*", "re:.*lm_head.*", "re:.*mlp.gate$", "re:.*kv_a_proj_with_mqa.*"],
+               max_workers=1, device="cpu")
 ended = resource.getrusage(resource.RUSAGE_SELF)
 print(ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime)
 """
@@ -130,7 +131,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--gigabytes", type=float, default=2.3)
+    parser.add_argument("--gigabytes", type=float, default=4.4)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--peer", help="python with llmcompressor")
     options = parser.parse_args()

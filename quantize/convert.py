@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import struct
 import sys
@@ -11,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .. import __version__
 from ..errors import CheckpointError, PlanError
@@ -23,23 +21,9 @@ from ..formats.manifest import Manifest
 from . import kernels, output
 from .blocks import Buffers, StoredMatrix, row_blocks, scale_rows
 from .plan import Plan, Shard, Unit
+from .shard import Outcome, ShardWriter
 
 Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a unit left: squared error and squared norm (Frobenius), scales and blocks worth a remark."""
-
-    error2: float = 0.0
-    norm2: float = 0.0
-    tiny_scales: int = 0
-    zero_blocks: int = 0
-
-    @property
-    def relative_error(self) -> float:
-        """||w - w'|| / ||w||, four digits; 0.0 for a matrix of zeros."""
-        return float(f"{(self.error2 / self.norm2) ** 0.5:.4g}") if self.norm2 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +39,6 @@ class Result:
     source_bytes: int
     errors: Mapping[str, float]
     scales: Mapping[str, int]
-
-
-@dataclass(slots=True)
-class _Open:
-    """A shard that is being written: its file and what its units have left so far."""
-
-    shard: Shard
-    handle: int
-    left: int
-    outcomes: dict[str, list[Any]] = field(default_factory=dict)
-    scales: dict[str, int] = field(default_factory=lambda: {"tiny_scales": 0, "zero_blocks": 0})
 
 
 def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | None = None) -> Result:
@@ -110,14 +83,14 @@ def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | Non
 
 def _write_shards(plan: Plan, out: Path, shards: list[Shard], workers: int, progress: Progress | None) -> None:
     reader, stop, lock = Reader(plan.checkpoint), threading.Event(), threading.Lock()
-    opened: dict[str, _Open] = {}
+    opened: list[ShardWriter] = []
 
-    def tasks() -> Iterator[tuple[_Open, Unit]]:
+    def tasks() -> Iterator[tuple[ShardWriter, Unit]]:
         for shard in shards:
             with output.writing(out):
-                opened[shard.file] = _open(out, shard)
+                opened.append(ShardWriter(out, shard))
             for unit in shard.units:
-                yield opened[shard.file], unit
+                yield opened[-1], unit
 
     todo = tasks()
 
@@ -129,24 +102,16 @@ def _write_shards(plan: Plan, out: Path, shards: list[Shard], workers: int, prog
                     task = next(todo, None)
                 if task is None:
                     return
-                current, unit = task
+                writer, unit = task
                 with output.writing(out):
-                    outcome = run_unit(unit, reader, current.handle, buffers, stop)
-                with lock:
-                    current.outcomes[unit.module] = [
-                        unit.action, unit.source_format, unit.target_format, outcome.relative_error
-                    ]  # fmt: skip
-                    current.scales["tiny_scales"] += outcome.tiny_scales
-                    current.scales["zero_blocks"] += outcome.zero_blocks
-                    current.left -= 1
-                    last = current.left == 0
-                    if progress:
-                        progress(unit.source_bytes)
-                if last and not stop.is_set():
-                    with output.writing(out):
-                        _close(out, current)
+                    outcome = run_unit(unit, reader, writer, buffers, stop)
+                    if not stop.is_set() and writer.finish_unit(unit, outcome):
+                        writer.close()
+                        with lock:
+                            opened.remove(writer)
+                if progress:
                     with lock:
-                        del opened[current.shard.file]
+                        progress(unit.source_bytes)
         except BaseException:
             stop.set()
             raise
@@ -159,14 +124,13 @@ def _write_shards(plan: Plan, out: Path, shards: list[Shard], workers: int, prog
         stop.set()
         pool.shutdown(wait=True)
         reader.close()
-        for current in opened.values():
-            with contextlib.suppress(OSError):
-                os.close(current.handle)
+        for writer in opened:
+            writer.abandon()
         for path in out.glob(f"*{output.PARTIAL}"):
             path.unlink(missing_ok=True)
 
 
-def run_unit(unit: Unit, reader: Reader, handle: int, buffers: Buffers, stop: threading.Event) -> Outcome:
+def run_unit(unit: Unit, reader: Reader, writer: ShardWriter, buffers: Buffers, stop: threading.Event) -> Outcome:
     """Work on one unit: read its rows block by block, choose or check, write. Raises CheckpointError on bad values."""
     source = StoredMatrix(reader, unit.module, unit.source, unit.source_format, unit.shape)
     target_format = formats()[unit.target_format]
@@ -202,8 +166,8 @@ def run_unit(unit: Unit, reader: Reader, handle: int, buffers: Buffers, stop: th
         for out_part, data in zip(unit.outputs, results, strict=False):
             if data is not None:
                 start = _row_offset(unit, out_part.part.nbytes, first, source.rows, is_scale=data is results[1])
-                _write(handle, data, out_part.offset + start)
-    _write_shape(unit, source, handle, buffers, same=same)
+                writer.write(data, out_part.offset + start)
+    _write_shape(unit, source, writer, buffers, same=same)
     return Outcome(error2, norm2, tiny, zero)
 
 
@@ -226,44 +190,12 @@ def _row_offset(unit: Unit, nbytes: int, first: int, rows: int, *, is_scale: boo
     return nbytes // grid.scale_shape(unit.shape)[0] * scale_rows(grid.block[0], first, first, rows)[0]
 
 
-def _write_shape(unit: Unit, source: StoredMatrix, handle: int, buffers: Buffers, *, same: bool) -> None:
+def _write_shape(unit: Unit, source: StoredMatrix, writer: ShardWriter, buffers: Buffers, *, same: bool) -> None:
     """The constant part of packed INT4, taken over or made."""
     raw = source.check_shape_tensor(buffers)
     if len(unit.outputs) > 2:
         data = raw if same and raw is not None else struct.pack("<qq", *unit.shape)
-        _write(handle, data, unit.outputs[2].offset)
-
-
-def _write(handle: int, data: kernels.Buffer, offset: int) -> None:
-    data, done = memoryview(data), 0
-    while done < len(data):
-        done += os.pwrite(handle, data[done:], offset + done)
-
-
-def _open(out: Path, shard: Shard) -> _Open:
-    path = out / (shard.file + output.PARTIAL)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.fchmod(handle, 0o644)
-    os.ftruncate(handle, shard.size)
-    _write(handle, shard.header, 0)
-    return _Open(shard, handle, len(shard.units))
-
-
-def _close(out: Path, current: _Open) -> None:
-    """Flush, hash, record, rename: in this order, so that a crash leaves either a whole shard or a partial one."""
-    os.fsync(current.handle)
-    size = os.fstat(current.handle).st_size
-    assert size == current.shard.size, f"{current.shard.file}: planned {current.shard.size}, wrote {size}"
-    record = {
-        "bytes": size,
-        "sha256": output.hash_file(current.handle, size),
-        "units": current.outcomes,
-        "scales": current.scales,
-    }
-    output.atomic_write(output.record_path(out, current.shard.file), output.to_json(record))
-    os.replace(out / (current.shard.file + output.PARTIAL), out / current.shard.file)
-    output.flush_folder(out)
-    os.close(current.handle)
+        writer.write(data, unit.outputs[2].offset)
 
 
 def _finish(plan: Plan, out: Path, sides: list[str]) -> Manifest:

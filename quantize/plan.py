@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..errors import PlanError, RecipeError
 from ..families import ROLES, Architecture, TensorSpec
-from ..formats import Format, Part, Shape, formats
+from ..formats import DTYPES, Format, Part, Shape, formats
 from ..formats.checkpoint import Checkpoint, make_header
 from ..recipes import Recipe, Rule
 from .account import Item, account
@@ -268,16 +268,26 @@ def _shards(units: list[Unit], limit: int) -> tuple[Shard, ...]:
 
 
 def _shard(file: str, units: list[Unit]) -> Shard:
-    # wide dtypes first: then every tensor is aligned to its element size without a hole between them
-    order = sorted((o for unit in units for o in unit.outputs), key=lambda o: -_width(o.part))
+    """Lay a shard out without holes and with every tensor aligned to its element size.
+
+    Units stand one after the other, those with wide dtypes first, so that the file is complete from the front as they
+    are finished. Where odd sizes would misalign a tensor, all tensors are sorted by the width of their dtype instead.
+    """
+    parts = {unit.module: sorted(unit.outputs, key=lambda output: -_width(output.part)) for unit in units}
+    widest = {module: _width(outputs[0].part) for module, outputs in parts.items()}
+    units = sorted(units, key=lambda unit: -widest[unit.module])
+    order = [output for unit in units for output in parts[unit.module]]
     header, offsets = make_header((o.name, o.part.dtype, o.part.shape) for o in order)
+    if any(offset % _width(output.part) for output, offset in zip(order, offsets, strict=True)):
+        order.sort(key=lambda output: -_width(output.part))
+        header, offsets = make_header((o.name, o.part.dtype, o.part.shape) for o in order)
     placed = {o.name: o._replace(offset=offset) for o, offset in zip(order, offsets, strict=True)}
-    size = max(offset + o.part.nbytes for o, offset in zip(order, offsets, strict=True))
+    size = offsets[-1] + order[-1].part.nbytes
     return Shard(file, header, size, tuple(u._replace(outputs=tuple(placed[o.name] for o in u.outputs)) for u in units))
 
 
 def _width(part: Part) -> int:
-    return {"I64": 8, "F64": 8, "U64": 8, "I32": 4, "U32": 4, "F32": 4}.get(part.dtype, 2 if "16" in part.dtype else 1)
+    return DTYPES[part.dtype]
 
 
 def _config(

@@ -20,9 +20,9 @@ from ..recipes import parse
 from . import kernels, output
 from .account import account
 from .blocks import Buffers, StoredMatrix, row_blocks
-from .convert import Outcome
 from .declare import Module, check
 from .plan import Plan, Unit, make_plan
+from .shard import Outcome
 
 LIMITS = {"e4m3": 0.05, "int4": 0.5, "plain": 0.004}  # relative errors beyond these are no rounding any more
 

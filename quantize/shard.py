@@ -1,0 +1,100 @@
+"""One output shard while it is written: its file, what its units have left, and its sha256, which follows the writing.
+
+Hashing is as much work as packing. So whoever has finished a unit hashes on as far as the file is complete, while
+others go on with the next units; at the end only a little is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import output
+from .kernels import Buffer
+from .plan import Shard, Unit
+
+
+class Outcome(NamedTuple):
+    """What a unit left: squared error and squared norm (Frobenius), scales and blocks worth a remark."""
+
+    error2: float = 0.0
+    norm2: float = 0.0
+    tiny_scales: int = 0
+    zero_blocks: int = 0
+
+    @property
+    def relative_error(self) -> float:
+        """||w - w'|| / ||w||, four digits; 0.0 for a matrix of zeros."""
+        return float(f"{(self.error2 / self.norm2) ** 0.5:.4g}") if self.norm2 else 0.0
+
+
+class ShardWriter:
+    """Writes `FILE.partial` in any order and from any number of threads; `close` makes it the shard."""
+
+    def __init__(self, out: Path, shard: Shard) -> None:
+        self.out, self.shard = out, shard
+        self._path = out / (shard.file + output.PARTIAL)
+        self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.fchmod(self._handle, 0o644)
+        os.ftruncate(self._handle, shard.size)
+        self.write(shard.header, 0)
+        self._lock, self._hashing = threading.Lock(), threading.Lock()
+        self._digest, self._hashed = hashlib.sha256(), 0
+        pieces = sorted((o.offset, o.part.nbytes, unit.module) for unit in shard.units for o in unit.outputs)
+        self._pieces, self._piece = pieces, 0  # in the order of the file; the first one that is not yet written
+        self._complete_to = len(shard.header)
+        self._units: dict[str, list[Any]] = {}
+        self._scales = {"tiny_scales": 0, "zero_blocks": 0}
+
+    def write(self, data: Buffer, offset: int) -> None:
+        """Write bytes at an absolute offset."""
+        view, done = memoryview(data), 0
+        while done < len(view):
+            done += os.pwrite(self._handle, view[done:], offset + done)
+
+    def finish_unit(self, unit: Unit, outcome: Outcome) -> bool:
+        """Take note of a unit that is written; -> whether it was the last one. Then hash what can be hashed."""
+        with self._lock:
+            error = outcome.relative_error
+            self._units[unit.module] = [unit.action, unit.source_format, unit.target_format, error]
+            self._scales["tiny_scales"] += outcome.tiny_scales
+            self._scales["zero_blocks"] += outcome.zero_blocks
+            while self._piece < len(self._pieces) and self._pieces[self._piece][2] in self._units:
+                offset, nbytes, _ = self._pieces[self._piece]
+                self._complete_to = offset + nbytes
+                self._piece += 1
+            last = len(self._units) == len(self.shard.units)
+        if self._hashing.acquire(blocking=last):
+            try:
+                self._hash_on()
+            finally:
+                self._hashing.release()
+        return last
+
+    def _hash_on(self) -> None:
+        buffer = memoryview(bytearray(1 << 20))
+        while self._hashed < self._complete_to:
+            chunk = buffer[: self._complete_to - self._hashed]
+            got = os.preadv(self._handle, [chunk], self._hashed)
+            self._digest.update(chunk[:got])
+            self._hashed += got
+
+    def close(self) -> None:
+        """Flush, record, rename, in this order: a crash leaves a whole shard with its record, or a partial one."""
+        os.fsync(self._handle)
+        size = os.fstat(self._handle).st_size
+        assert size == self._hashed == self.shard.size, f"{self.shard.file}: {self.shard.size} planned, {size} written"
+        record = {"bytes": size, "sha256": self._digest.hexdigest(), "units": self._units, "scales": self._scales}
+        output.atomic_write(output.record_path(self.out, self.shard.file), output.to_json(record))
+        os.replace(self._path, self.out / self.shard.file)
+        output.flush_folder(self.out)
+        os.close(self._handle)
+
+    def abandon(self) -> None:
+        """Let a half-written shard go."""
+        with contextlib.suppress(OSError):
+            os.close(self._handle)
