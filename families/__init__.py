@@ -68,6 +68,7 @@ class Architecture:
         (("vllm",), "self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")).
     no_int4: roles that a runtime cannot hold as packed INT4, with the reason.
     sglang_prefix: (checkpoint's prefix, SGLang's prefix) where SGLang names modules differently.
+    sglang_fuses_shared: SGLang serves the shared expert as one more routed one, which wants one format for both.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Architecture:
     fused: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = ()
     no_int4: Mapping[str, str] | None = None
     sglang_prefix: tuple[str, str] | None = None
+    sglang_fuses_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

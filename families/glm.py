@@ -73,12 +73,11 @@ _NO_INT4_DSA = {
 FAMILY = Family(
     "glm",
     {
-        "glm4_moe": Architecture("glm4_moe", _glm4_moe, fp8="fp8-channel", fused=FUSED_GQA, no_int4={}),
-        "glm4_moe_lite": Architecture(
-            "glm4_moe_lite", _glm4_moe_lite, fp8="fp8-block", fused=FUSED_MLA, no_int4=NO_INT4_MLA
-        ),
-        "glm_moe_dsa": Architecture(
-            "glm_moe_dsa", _glm_moe_dsa, fp8="fp8-block", fused=FUSED_MLA, no_int4=_NO_INT4_DSA
-        ),
+        name: Architecture(name, tensors, fp8, fused=fused, no_int4=no_int4, sglang_fuses_shared=True)
+        for name, tensors, fp8, fused, no_int4 in (
+            ("glm4_moe", _glm4_moe, "fp8-channel", FUSED_GQA, {}),
+            ("glm4_moe_lite", _glm4_moe_lite, "fp8-block", FUSED_MLA, NO_INT4_MLA),
+            ("glm_moe_dsa", _glm_moe_dsa, "fp8-block", FUSED_MLA, _NO_INT4_DSA),
+        )
     },
 )

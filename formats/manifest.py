@@ -28,7 +28,8 @@ class Manifest:
     files: every file beside this one -> {"bytes", "sha256"}.
     units: every module -> [action, source format, target format, relative error]; the error is ||w - w'|| / ||w||
         (Frobenius) with four digits, 0.0 where nothing changed.
-    dropped: source tensor -> reason. scales: counts of denormal or tiny scales and of all-zero blocks that were met.
+    dropped: source tensor -> reason. scales: counts of denormal scales and of all-zero blocks that were met.
+    notes: what whoever serves the artifact must know.
     """
 
     tool: str
@@ -43,6 +44,7 @@ class Manifest:
     units: Mapping[str, list[Any]]
     dropped: Mapping[str, str]
     scales: Mapping[str, int]
+    notes: list[str]
 
     def to_bytes(self) -> bytes:
         """The file's bytes; the last key is a digest of all the others."""

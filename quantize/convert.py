@@ -20,8 +20,9 @@ from ..formats.checkpoint import INDEX, MANIFEST, Reader, side_files
 from ..formats.manifest import Manifest
 from . import kernels, output
 from .blocks import Buffers, StoredMatrix, row_blocks, scale_rows
-from .plan import Plan, Shard, Unit
+from .plan import Plan
 from .shard import Outcome, ShardWriter
+from .units import Shard, Unit
 
 Progress = Callable[[int], None]
 
@@ -232,6 +233,7 @@ def _finish(plan: Plan, out: Path, sides: list[str]) -> Manifest:
                 key: sum(records[shard.file]["scales"][key] for shard in plan.shards)
                 for key in ("tiny_scales", "zero_blocks")
             },
+            notes=list(plan.notes),
         )
         output.atomic_write(out / MANIFEST, manifest.to_bytes())
         output.atomic_write(out / "config.json", plan.config)

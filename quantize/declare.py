@@ -17,7 +17,7 @@ from ..formats import formats
 from .naming import RUNTIMES, SGLANG_COMPONENTS, Module, build, runtime_name
 from .resolve import check, resolve
 
-__all__ = ["Module", "check", "quantization_config", "resolve"]
+__all__ = ["Module", "check", "launch_notes", "quantization_config", "resolve"]
 
 Path = tuple[str, ...]
 Cell = tuple[Path, int | None]  # where in a layer, and which layer: None outside of the layers
@@ -48,6 +48,27 @@ def quantization_config(
             others = ", ".join(sorted(set(used) - {name})) or "this model"
             raise PlanError(f"quantization_config: {name} cannot be declared for {others}; choose another format")
     return _compressed_tensors(list(used), modules, architecture)
+
+
+def launch_notes(config: Mapping[str, Any] | None, modules: Iterable[Module], architecture: Architecture) -> list[str]:
+    """What the config cannot say and a command line must, a sentence each.
+
+    SGLang's GLM classes serve the shared expert as one more routed expert. Where the two differ in format, its weights
+    are garbage without an error, unless fusion is off; for glm_moe_dsa it is, where "Linear" is INT4.
+    """
+    stored: dict[str, set[str | None]] = {"routed_expert": set(), "shared_expert": set()}
+    for module in modules:
+        if module.role in stored:
+            stored[module.role].add(module.format)
+    groups = ((config or {}).get("config_groups") or {}).values()
+    sees = architecture.name == "glm_moe_dsa" and any(
+        "Linear" in group["targets"] and group["weights"]["num_bits"] == 4 for group in groups
+    )
+    if not architecture.sglang_fuses_shared or sees or not stored["shared_expert"]:
+        return []
+    if stored["routed_expert"] == stored["shared_expert"]:
+        return []
+    return ["SGLang: start with --disable-shared-experts-fusion, for shared and routed experts differ in format"]
 
 
 def _unconverted(modules: Sequence[Module], architecture: Architecture) -> list[str]:

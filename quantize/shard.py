@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from . import output
 from .kernels import Buffer
-from .plan import Shard, Unit
+from .units import Shard, Unit
 
 
 class Outcome(NamedTuple):

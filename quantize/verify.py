@@ -20,9 +20,10 @@ from ..recipes import parse
 from . import kernels, output
 from .account import account
 from .blocks import Buffers, StoredMatrix, row_blocks
-from .declare import Module, check
-from .plan import Plan, Unit, make_plan
+from .declare import check
+from .plan import Plan, declared_modules, held_config, make_plan
 from .shard import Outcome
+from .units import Unit
 
 LIMITS = {"e4m3": 0.05, "int4": 0.5, "plain": 0.004}  # relative errors beyond these are no rounding any more
 
@@ -99,14 +100,8 @@ def _check_files(artifact: Path, manifest: Manifest, workers: int, progress: Cal
 def _check_config(checkpoint: Checkpoint) -> list[str]:
     """The artifact's own tensors against its own config: complete, and declared as what they are."""
     found = account(checkpoint)
-    modules = [
-        Module(
-            i.module, i.spec.role, i.spec.layer, i.spec.mtp, i.spec.linear, None if i.format.plain else i.format.name
-        )
-        for i in found.items
-        if len(i.spec.shape) == 2 and i.spec.name.endswith(".weight")
-    ]
-    declared = checkpoint.config.get("quantization_config") or found.model.text.get("quantization_config")
+    modules = declared_modules((item, item.format) for item in found.items)
+    declared = held_config(checkpoint, found)
     return [f"config.json: {problem}" for problem in check(declared, modules, found.model.architecture)]
 
 
