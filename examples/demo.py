@@ -22,11 +22,14 @@ def phasefold(*arguments: str) -> dict:
 def main(out: Path) -> None:
     """Convert, verify and draw; everything lands in `out`, which is made anew."""
     shutil.rmtree(out, ignore_errors=True)
-    table = Table("source", "artifact", "format", "MB", "of BF16", "experts' error", "verified", title="phasefold demo")
+    backend = phasefold("inspect", str(HERE / "tiny-kimi"))["backend"]
+    table = Table(title=f"phasefold demo, codec {backend}")
+    for column in ("source", "phase", "recipe", "MB", "of BF16", "experts' error", "verified"):
+        table.add_column(column, no_wrap=True)
     for name, family in RECIPES.items():
         source = str(HERE / name)
         size = phasefold("inspect", source)["total_size"]
-        table.add_row(name, "", "bf16", f"{size / 1e6:.1f}", "100 %", "", "")
+        table.add_row(name, "", "(BF16)", f"{size / 1e6:.1f}", "100%", "", "")
         for phase, recipe in (("prefill", f"{family}-prefill-fp8"), ("decode", f"{family}-decode-int4")):
             target = str(out / f"{name}-{phase}")
             made = phasefold("convert", source, target, "--recipe", recipe)
@@ -35,9 +38,8 @@ def main(out: Path) -> None:
             written = made["output_bytes"]
             verdict = "ok" if checked["ok"] else "NOT OK"
             table.add_row("", phase, recipe, f"{written / 1e6:.1f}", f"{written / size:.0%}", f"{error:.2%}", verdict)
-    console = Console()
-    console.print(table)
-    console.print(f"Artifacts are in {out}/; each holds config.json, shards, an index and phasefold.json.")
+    Console(width=100).print(table)
+    print(f"Artifacts are in {out}/; each holds config.json, shards, an index and phasefold.json.")
 
 
 if __name__ == "__main__":
