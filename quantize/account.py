@@ -107,6 +107,8 @@ def _what_is_wrong(spec: TensorSpec, found: Mapping[str, Part]) -> str:
     if ".weight_packed" in found and ".weight_shape" not in found and found[".weight_packed"].dtype == "I32":
         return f"packed INT4 weight without its weight_shape ({have})"
     weight = found.get(".weight")
+    if weight is not None and weight.dtype == "U8":
+        return f"a weight of packed FP4 with FP8 scales, NVFP4, which is not supported ({have})"
     if weight is None and ".weight_packed" not in found and "" not in found:
         return f"scale without its weight ({have})"
     if weight is not None and weight.dtype == "F8_E4M3" and not scale:

@@ -45,12 +45,19 @@ def logits(folder: Path, dtype: torch.dtype, **options: object) -> torch.Tensor:
         return model.eval()(tokens).logits
 
 
-BASES = [("tiny-kimi", "kimi-decode-int4"), ("tiny-glm4", "glm-decode-int4"), ("tiny-glm5", "glm-decode-int4"),
-         ("tiny-glm4", "glm-decode-int4-g128"), ("tiny-glm5", "glm-decode-int4-g128")]  # fmt: skip
+BASES = [
+    ("tiny-kimi", "kimi-decode-int4"),
+    ("tiny-glm4", "glm-decode-int4"),
+    ("tiny-glm5", "glm-decode-int4"),
+    ("tiny-glm4", "glm-decode-int4-g128"),
+    ("tiny-glm5", "glm-decode-int4-g128"),
+    ("tiny-glm4", "glm-prefill-fp8"),
+]
+# Not glm-decode-int4-fp8: transformers 5.24 cannot merge experts where a config has two groups, a gap of theirs.
 
 
 @pytest.mark.parametrize(("base", "recipe"), BASES)
-def test_transformers_loads_int4_and_its_logits_are_ours(tmp_path: Path, base: str, recipe: str) -> None:
+def test_compressed_tensors_decodes_to_our_bits(tmp_path: Path, base: str, recipe: str) -> None:
     artifact = run(variants.EXAMPLES / base, tmp_path / "int4", recipe)
     reference = logits(run(artifact, tmp_path / "bf16", "bf16"), torch.bfloat16)  # transformers decodes to BF16 as well
     theirs = logits(artifact, torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True))
