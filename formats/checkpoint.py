@@ -225,21 +225,24 @@ def _naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-def side_files(folder: Path) -> list[str]:
-    """Everything beside weights, index, config and manifest (tokenizer, templates, code, licence), as relative paths.
+def side_files(folder: Path) -> dict[str, int]:
+    """Everything beside weights, index, config and manifest (tokenizer, templates, licence): relative path -> bytes.
 
     Hidden files and weights in other formats are left out; so is hf_quant_config.json, which would contradict
-    config.json once the weights have changed.
+    config.json once the weights have changed. Raises CheckpointError where a file cannot be looked at.
     """
-    found = []
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        if not path.is_file() or any(part.startswith(".") for part in relative.parts):
-            continue
-        if relative.name.endswith((".safetensors", ".safetensors.index.json", *_OTHER_WEIGHTS)):
-            continue
-        if str(relative) not in ("config.json", MANIFEST, "hf_quant_config.json"):
-            found.append(relative.as_posix())
+    found = {}
+    try:
+        for path in sorted(folder.rglob("*")):
+            relative = path.relative_to(folder)
+            if any(part.startswith(".") for part in relative.parts) or path.is_dir():
+                continue
+            if relative.name.endswith((".safetensors", ".safetensors.index.json", *_OTHER_WEIGHTS)):
+                continue
+            if str(relative) not in ("config.json", MANIFEST, "hf_quant_config.json"):
+                found[relative.as_posix()] = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
     return found
 
 

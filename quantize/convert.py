@@ -8,7 +8,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | Non
         resumed = len(records)
         sides = side_files(source)
         missing = sum(shard.size for shard in plan.shards if shard.file not in records)
-        output.check_space(out, missing + sum((source / name).stat().st_size for name in sides))
+        output.check_space(out, missing + sum(sides.values()))
         with output.claim(out, plan):
             records = output.finished_shards(out, plan)  # now that nobody else writes
             if progress:
@@ -164,10 +164,7 @@ def run_unit(unit: Unit, reader: Reader, writer: ShardWriter, buffers: Buffers, 
             )
         error2, norm2 = error2 + report.error2, norm2 + report.norm2
         tiny, zero = tiny + report.tiny_scales, zero + report.zero_blocks
-        for out_part, data in zip(unit.outputs, results, strict=False):
-            if data is not None:
-                start = _row_offset(unit, out_part.part.nbytes, first, source.rows, is_scale=data is results[1])
-                writer.write(data, out_part.offset + start)
+        _write_rows(writer, unit, first, source.rows, results)
     _write_shape(unit, source, writer, buffers, same=same)
     return Outcome(error2, norm2, tiny, zero)
 
@@ -184,11 +181,18 @@ def _result_buffers(
     return codes, buffers.get("scales_out", line * (stop - start))
 
 
-def _row_offset(unit: Unit, nbytes: int, first: int, rows: int, *, is_scale: bool) -> int:
-    if not is_scale:
-        return nbytes // max(rows, 1) * first
+def _write_rows(
+    writer: ShardWriter, unit: Unit, first: int, rows: int, results: tuple[kernels.Buffer, kernels.Buffer | None]
+) -> None:
+    """Write codes, and scales where there are any, of the rows that begin with `first`."""
+    codes, scales = results
     grid = formats()[unit.target_format].grid
-    return nbytes // grid.scale_shape(unit.shape)[0] * scale_rows(grid.block[0], first, first, rows)[0]
+    place = unit.outputs[0]
+    writer.write(codes, place.offset + place.part.nbytes // rows * first)
+    if scales is not None:
+        place = unit.outputs[1]
+        line = place.part.nbytes // grid.scale_shape(unit.shape)[0]
+        writer.write(scales, place.offset + line * scale_rows(grid.block[0], first, first, rows)[0])
 
 
 def _write_shape(unit: Unit, source: StoredMatrix, writer: ShardWriter, buffers: Buffers, *, same: bool) -> None:
@@ -199,7 +203,7 @@ def _write_shape(unit: Unit, source: StoredMatrix, writer: ShardWriter, buffers:
         writer.write(data, unit.outputs[2].offset)
 
 
-def _finish(plan: Plan, out: Path, sides: list[str]) -> Manifest:
+def _finish(plan: Plan, out: Path, sides: Iterable[str]) -> Manifest:
     """Side files, index, manifest and, last, config.json."""
     records = output.finished_shards(out, plan)
     files = {shard.file: {k: records[shard.file][k] for k in ("bytes", "sha256")} for shard in plan.shards}

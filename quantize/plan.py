@@ -47,6 +47,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Identifies the job: equal digests write equal bytes."""
+        # raise the number whenever the same recipe would write other bytes: a job must not go on with another's shards
         digest = hashlib.sha256(b"phasefold plan 1\n" + self.checkpoint.digest.encode())
         digest.update(json.dumps(self.recipe.to_json(), sort_keys=True).encode())
         digest.update(self.config)

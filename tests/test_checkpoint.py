@@ -206,7 +206,7 @@ def test_natural_order_and_side_files(folder: Path) -> None:
     (folder / "hf_quant_config.json").write_text("{}")
     (folder / "figures").mkdir()
     (folder / "figures" / "a.png").write_bytes(b"png")
-    assert side_files(folder) == [
+    assert list(side_files(folder)) == [
         "code.py", "figures/a.png", "generation_config.json", "tokenizer.json", "tokenizer_config.json"
     ]  # fmt: skip
 
