@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import signal
 import sys
@@ -36,7 +37,7 @@ Mtp = Annotated[
 ]
 ShardSize = Annotated[str, typer.Option(help="Largest size of an output shard, with a unit: 5GB, 4GiB.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Workers = Annotated[int, typer.Option(min=1, help="Threads that work on matrices.")]
+Workers = Annotated[int, typer.Option(min=1, max=256, help="Threads that work on matrices.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -58,7 +59,7 @@ def inspect(source: Source, as_json: Json = False) -> None:
         _print_json(found)
         return
     size, parameters = _size(found["total_size"]), f"{found['parameters']:,} parameters"
-    print(f"{source}: {found['family']} ({found['architecture']}), {found['tensors']:,} tensors, {size}, {parameters}")
+    _say(f"{source}: {found['family']} ({found['architecture']}), {found['tensors']:,} tensors, {size}, {parameters}")
     print(f"codec: {found['backend']}")
     rows = [[role, f"{r['tensors']:,}", _size(r["bytes"]), r["format"]] for role, r in found["roles"].items()]
     _table(["role", "tensors", "bytes", "stored as"], rows, "lrrl")
@@ -112,10 +113,11 @@ def convert(
 
     if device not in ("auto", "cpu"):
         raise PlanError(f"device {device!r}: this version packs on the CPU; give --device cpu, or nothing")
-    made = _plan(source, recipe, mtp, shard_size)
-    total = sum(unit.source_bytes for unit in made.units())
-    with _terminable(), _progress("converting", total, quiet=as_json) as advance:
-        result = carry_out(made, Path(out), workers=workers, progress=advance)
+    with _ends_cleanly("interrupted; finished shards are kept, give the same command again to go on"):
+        made = _plan(source, recipe, mtp, shard_size)
+        total = sum(unit.source_bytes for unit in made.units())
+        with _progress("converting", total, quiet=as_json) as advance:
+            result = carry_out(made, Path(out), workers=workers, progress=advance)
     if as_json:
         _print_json(result_keys(result))
     else:
@@ -135,10 +137,10 @@ def verify(
     from .quantize.verify import verify as check
 
     folder = Path(artifact)
-    if not folder.is_dir():
+    if not os.path.isdir(artifact):
         raise CheckpointError(f"{artifact}: no such folder")
-    total = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * (2 if source else 1)
-    with _terminable(), _progress("verifying", total, quiet=as_json) as advance:
+    total = sum(os.path.getsize(path) for path in folder.glob("*.safetensors")) * (2 if source else 1)
+    with _ends_cleanly("interrupted"), _progress("verifying", total, quiet=as_json) as advance:
         verdict = check(folder, Path(source) if source else None, workers=workers, progress=advance)
     worst = {"tensor": verdict.worst[0], "relative_error": verdict.worst[1]} if verdict.worst else None
     if as_json:
@@ -146,11 +148,11 @@ def verify(
                      "mean_relative_error": verdict.errors})  # fmt: skip
     else:
         for problem in verdict.problems[:20]:
-            print(_clean(f"problem: {problem}"))
+            _say(f"problem: {problem}")
         if verdict.errors:
             _table(["role", "mean relative error"], [[k, f"{v:.2e}"] for k, v in verdict.errors.items()], "lr")
         count = len(verdict.problems)
-        print(f"{artifact}: ok" if not count else f"{artifact}: NOT ok, {count} problem{'s' if count > 1 else ''}")
+        _say(f"{artifact}: ok" if not count else f"{artifact}: NOT ok, {count} problem{'s' if count > 1 else ''}")
     if verdict.problems:
         raise typer.Exit(3)
 
@@ -158,10 +160,9 @@ def verify(
 def _open(source: str) -> Checkpoint:
     from .formats.checkpoint import open_checkpoint
 
-    folder = Path(source)
-    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", source):
+    if not os.path.exists(source) and re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", source):
         raise CheckpointError(f"{source}: no such folder; download the repo first, this version reads folders only")
-    return open_checkpoint(folder)
+    return open_checkpoint(Path(source))
 
 
 def _plan(source: str, recipe: str, mtp: str | None, shard_size: str) -> Plan:
@@ -184,7 +185,7 @@ def _plan(source: str, recipe: str, mtp: str | None, shard_size: str) -> Plan:
 
 def _bytes(text: str) -> int:
     """A size with its unit: GB = 10^9, GiB = 2^30."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B", text.strip())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([kKMGT]?)(i?)B", text.strip())
     step = 1024 if match and match[3] else 1000
     value = round(float(match[1]) * step ** " KMGT".index(match[2].upper() or " ")) if match else 0
     if value < 1:
@@ -203,15 +204,15 @@ def _draw_plan(made: Plan) -> None:
     from .quantize.summary import transitions
 
     source, written = made.checkpoint, f"{made.output_bytes:,} bytes ({made.output_bytes / 2**30:.2f} GiB)"
-    print(f"{source.folder}: {made.architecture}, {_size(source.total_size)}")
-    print(f"{made.recipe.name}: {written}, {len(made.weight_map):,} tensors, {len(made.shards):,} shards")
+    _say(f"{source.folder}: {made.architecture}, {_size(source.total_size)}")
+    _say(f"{made.recipe.name}: {written}, {len(made.weight_map):,} tensors, {len(made.shards):,} shards")
     rows = [
         [role, f"{n:,}", before, action, after, _size(size)]
         for role, before, action, after, n, size in transitions(made)
     ]
     _table(["role", "units", "from", "", "to", "bytes"], rows, "lrlllr")
     for note in made.notes:
-        print(f"note: {note}")
+        _say(f"note: {note}")
     print(f"digest {made.digest}")
 
 
@@ -227,11 +228,11 @@ def _draw_result(result: Result, out: str) -> None:
         )
     _table(["role", "units", "from", "", "to", "bytes", "mean error"], rows, "lrlllrr")
     for note in made.notes:
-        print(f"note: {note}")
+        _say(f"note: {note}")
     if tiny := result.scales["tiny_scales"]:
         print(f"note: {tiny:,} tiny scales were met; they are exact here, kernels that flush denormals read zero")
     rate = result.source_bytes / max(result.wall_seconds, 1e-9)
-    print(f"{out}: {_size(result.source_bytes)} -> {_size(made.output_bytes)} in {result.wall_seconds:.1f} s")
+    _say(f"{out}: {_size(result.source_bytes)} -> {_size(made.output_bytes)} in {result.wall_seconds:.1f} s")
     print(f"{_size(rate)}/s, codec {result.backend}, peak memory {_size(result.peak_rss_bytes)}")
     if result.resumed_shards:
         print(f"{result.resumed_shards} of {len(made.shards)} shards were done before")
@@ -269,19 +270,23 @@ def _progress(what: str, total: int, *, quiet: bool) -> Iterator[Callable[[int],
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """End cleanly on SIGINT, and on SIGTERM, which batch systems send."""
+def _ends_cleanly(sentence: str) -> Iterator[None]:
+    """End with one sentence on SIGINT, and on SIGTERM, which batch systems send."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
-        _fail("interrupted; finished shards are kept, give the same command again to go on", 130)
+        _fail(sentence, 130)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
+
+
+def _say(text: str) -> None:
+    print(_clean(text))
 
 
 def _clean(text: str) -> str:

@@ -7,15 +7,16 @@ so memory stays bounded and a source that vanishes is an error rather than a sig
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import re
+import stat
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,10 @@ from . import DTYPES, Shape
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "phasefold.json"
+STRAY_CONFIG = "hf_quant_config.json"  # modelopt's; beside a config.json that says otherwise it would mislead
+_OPEN_FILES = 4  # a thread's: codes and scales, of the source, may lie in different shards
 MAX_HEADER = 100_000_000  # the safetensors library refuses longer ones
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".onnx", ".h5", ".msgpack", ".npz")
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".onnx", ".h5", ".msgpack", ".npz")
 
 
 class Stored(NamedTuple):
@@ -70,11 +73,15 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read config.json, the index and all headers of a folder. Raises CheckpointError on anything that is not right."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint with config.json in it")
+    try:
+        listed = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint, with config.json") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from None
     config_bytes = read_file(folder / "config.json")
     config = parse_json(config_bytes, folder / "config.json")
-    names = sorted((entry.name for entry in os.scandir(folder) if entry.name.endswith(".safetensors")), key=natural)
+    names = sorted((name for name in listed if name.endswith(".safetensors")), key=natural)
     weight_map, total = _read_index(folder)
     for name in sorted(set(weight_map.values()) - set(names)):
         raise CheckpointError(f"{folder}: shard {name}, which {INDEX} names, is missing")
@@ -140,7 +147,9 @@ def read_file(path: Path) -> bytes:
 def parse_json(raw: bytes, where: Path) -> dict[str, Any]:
     """A JSON object without duplicate keys. Raises CheckpointError on anything else."""
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
@@ -161,9 +170,18 @@ def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not JSON")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return value
+
+
 def _read_header(path: Path) -> tuple[int, bytes]:
     """File size and the raw JSON header of a shard."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CheckpointError(f"{path}: is no file")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
@@ -228,54 +246,72 @@ def _naturals(value: Any) -> bool:
 def side_files(folder: Path) -> dict[str, int]:
     """Everything beside weights, index, config and manifest (tokenizer, templates, licence): relative path -> bytes.
 
-    Hidden files and weights in other formats are left out; so is hf_quant_config.json, which would contradict
-    config.json once the weights have changed. Raises CheckpointError where a file cannot be looked at.
+    Hidden files, aborted downloads (*.partial) and weights in other formats are left out; so is hf_quant_config.json,
+    which would contradict config.json. Raises CheckpointError where something cannot be read or is no file.
     """
     found = {}
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     try:
-        for path in sorted(folder.rglob("*")):
-            relative = path.relative_to(folder)
-            if any(part.startswith(".") for part in relative.parts) or path.is_dir():
-                continue
-            if relative.name.endswith((".safetensors", ".safetensors.index.json", *_OTHER_WEIGHTS)):
-                continue
-            if str(relative) not in ("config.json", MANIFEST, "hf_quant_config.json"):
-                found[relative.as_posix()] = path.stat().st_size
+        for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in sorted(files):
+                path = Path(parent, name)
+                relative = path.relative_to(folder).as_posix()
+                if name.startswith(".") or relative in ("config.json", MANIFEST) or name == STRAY_CONFIG:
+                    continue
+                if name.endswith((".safetensors", ".safetensors.index.json", ".partial", *OTHER_WEIGHTS)):
+                    continue
+                with open(path, "rb") as file:
+                    found[relative] = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
-    return found
+    return dict(sorted(found.items()))
 
 
-@dataclass(slots=True)
 class Reader:
-    """Open shards of a checkpoint, for positioned reads from any number of threads."""
+    """Positioned reads from the shards of a checkpoint, from any number of threads.
 
-    checkpoint: Checkpoint
-    _files: dict[str, int] = field(default_factory=dict)
+    Each thread holds a few files open, so that a checkpoint of any number of shards can be read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._local = threading.local()
+        self._all: list[dict[str, int]] = []  # what each thread holds open
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of tensor `name` from byte `start` on. Raises CheckpointError if they are gone."""
         stored = self.checkpoint.tensors[name]
         path = self.checkpoint.folder / stored.file
         try:
-            if stored.file not in self._files:
-                opened = os.open(path, os.O_RDONLY)
-                if self._files.setdefault(stored.file, opened) != opened:  # another thread was faster
-                    os.close(opened)
-            done = 0
+            handle, done = self._open(stored.file, path), 0
             while done < len(out):
-                got = os.preadv(self._files[stored.file], [out[done:]], stored.offset + start + done)
+                got = os.preadv(handle, [out[done:]], stored.offset + start + done)
                 if got == 0:
                     raise CheckpointError(f"{path}: truncated while it was read (at {name})")
                 done += got
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror}), at {name}") from None
 
+    def _open(self, file: str, path: Path) -> int:
+        held: dict[str, int] | None = getattr(self._local, "held", None)
+        if held is None:
+            held = self._local.held = {}
+            self._all.append(held)
+        if file not in held:
+            if len(held) == _OPEN_FILES:
+                os.close(held.pop(next(iter(held))))
+            held[file] = os.open(path, os.O_RDONLY)
+        return held[file]
+
     def close(self) -> None:
-        """Close all files."""
-        while self._files:
-            with contextlib.suppress(OSError):
-                os.close(self._files.popitem()[1])
+        """Close all files; no other thread may be reading."""
+        for held in self._all:
+            while held:
+                os.close(held.popitem()[1])
 
 
 def make_header(tensors: Iterable[tuple[str, str, Shape]]) -> tuple[bytes, list[int]]:

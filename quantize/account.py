@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 from ..families import Model, TensorSpec, identify
@@ -74,6 +74,7 @@ def account(checkpoint: Checkpoint) -> Account:
         )
     for module, found in modules.items():
         _refuse_unknown(module, found, checkpoint)
+    assert sum(len(item.parts) for item in items) == len(checkpoint.tensors), "a tensor is not accounted for"
     _refuse_stray_shards(checkpoint, items)
     return Account(model, tuple(items), has_mtp)
 
@@ -88,10 +89,10 @@ def _item(spec: TensorSpec, module: str, found: Mapping[str, Part], checkpoint: 
         if (
             part.dtype in PLAIN
             and len(part.shape) == len(spec.shape)
-            and all(want in (-1, have) for want, have in zip(spec.shape, part.shape, strict=True))
+            and all(want in (-1, have) and have > 0 for want, have in zip(spec.shape, part.shape, strict=True))
         ):
             return Item(spec, module, (part,), formats()[part.dtype.lower()])
-    elif len(spec.shape) == 2:
+    elif len(spec.shape) == 2 and "" not in found:
         parts = tuple(found[suffix] for suffix in _PARTS if suffix in found)
         if (storage := recognise(parts, spec.shape)) is not None:
             return Item(spec, module, parts, storage)
@@ -107,6 +108,8 @@ def _what_is_wrong(spec: TensorSpec, found: Mapping[str, Part]) -> str:
     if ".weight_packed" in found and ".weight_shape" not in found and found[".weight_packed"].dtype == "I32":
         return f"packed INT4 weight without its weight_shape ({have})"
     weight = found.get(".weight")
+    if "" in found and weight is not None:
+        return f"unknown tensor beside its .weight (the config calls for no such tensor; {have})"
     if weight is not None and weight.dtype == "U8":
         return f"a weight of packed FP4 with FP8 scales, NVFP4, which is not supported ({have})"
     if weight is None and ".weight_packed" not in found and "" not in found:
@@ -118,6 +121,18 @@ def _what_is_wrong(spec: TensorSpec, found: Mapping[str, Part]) -> str:
     if weight is not None and len(found) == 1 and weight.dtype not in PLAIN:
         return f"dtype {weight.dtype} is not supported here ({have}); {expected} in BF16, F16, F32 or quantized"
     return f"wrong shape or dtype: found {have}; {expected}"
+
+
+def held_config(checkpoint: Checkpoint, model: Model) -> Any:
+    """The quantization_config that a checkpoint comes with; None without one. Raises CheckpointError where it has two.
+
+    vLLM and SGLang look at the top level, under text_config and for a `compression_config`, and not in the same order.
+    """
+    keys = ("quantization_config", "compression_config")
+    held = [part[key] for part in (checkpoint.config, model.text) for key in keys if part.get(key)]
+    if any(config != held[0] for config in held):
+        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: two quantization configs that differ; keep one")
+    return held[0] if held else None
 
 
 def _where(module: str, found: Mapping[str, Part], checkpoint: Checkpoint) -> str:

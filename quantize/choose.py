@@ -78,7 +78,7 @@ def _target(item: Item, rule: Rule, architecture: Architecture) -> Format:
     if rule.format == "keep" or (rule.format == "fp8" and have.grid.kind == "e4m3"):
         return have
     if rule.format == "bf16":
-        return formats()["bf16"] if spec.linear or not have.plain else have
+        return formats()["bf16"] if spec.linear or not have.plain or have.name == "f16" else have
     if not spec.linear:
         if rule.names(spec.role) == spec.role:
             raise RecipeError(f"{spec.name}: runtimes hold {spec.role} unquantized, it cannot become {rule.format}")

@@ -53,22 +53,22 @@ def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | Non
     output.check_place(source, out)
     if workers < 1:
         raise PlanError(f"workers is {workers}, at least one is needed")
+    sides = side_files(source)
     if output.is_finished(out, plan):
-        done = output.check_finished(out)
-        output.remove_work(out)
-        resumed = len(plan.shards)
+        done, resumed = _already_done(plan, out), len(plan.shards)
     else:
-        records = output.finished_shards(out, plan) if out.is_dir() else {}
-        resumed = len(records)
-        sides = side_files(source)
-        missing = sum(shard.size for shard in plan.shards if shard.file not in records)
-        output.check_space(out, missing + sum(sides.values()))
+        held = output.finished_shards(out, plan)
+        output.check_space(out, sum(sides.values()) + sum(s.size for s in plan.shards if s.file not in held))
         with output.claim(out, plan):
-            records = output.finished_shards(out, plan)  # now that nobody else writes
-            if progress:
-                progress(sum(u.source_bytes for s in plan.shards if s.file in records for u in s.units))
-            _write_shards(plan, out, [s for s in plan.shards if s.file not in records], workers, progress)
-            done = _finish(plan, out, sides)
+            if output.is_finished(out, plan):  # by another process, between the question and the lock
+                done, resumed = _already_done(plan, out), len(plan.shards)
+            else:
+                held = output.finished_shards(out, plan)
+                resumed = len(held)
+                if progress:
+                    progress(sum(u.source_bytes for s in plan.shards if s.file in held for u in s.units))
+                _write_shards(plan, out, [s for s in plan.shards if s.file not in held], workers, progress)
+                done = _finish(plan, out, sides)
     return Result(
         plan,
         kernels.backend(),
@@ -80,6 +80,13 @@ def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | Non
         _mean_errors(plan, done),
         done.scales,
     )
+
+
+def _already_done(plan: Plan, out: Path) -> Manifest:
+    done = output.check_finished(out, plan)
+    if (out / output.WORK).exists():
+        output.remove_work(out)
+    return done
 
 
 def _write_shards(plan: Plan, out: Path, shards: list[Shard], workers: int, progress: Progress | None) -> None:
@@ -117,6 +124,9 @@ def _write_shards(plan: Plan, out: Path, shards: list[Shard], workers: int, prog
             stop.set()
             raise
 
+    workers = min(workers, sum(len(shard.units) for shard in shards))
+    if not workers:
+        return
     pool = ThreadPoolExecutor(workers, thread_name_prefix="phasefold")
     try:
         for future in [pool.submit(work) for _ in range(workers)]:
@@ -163,7 +173,8 @@ def run_unit(unit: Unit, reader: Reader, writer: ShardWriter, buffers: Buffers, 
                 f"span too many powers of two within one block (rows {first} to {last - 1})"
             )
         error2, norm2 = error2 + report.error2, norm2 + report.norm2
-        tiny, zero = tiny + report.tiny_scales, zero + report.zero_blocks
+        if first == 0 or source.grid.block[0]:  # the scale of a whole tensor is met in each of its blocks
+            tiny, zero = tiny + report.tiny_scales, zero + report.zero_blocks
         _write_rows(writer, unit, first, source.rows, results)
     _write_shape(unit, source, writer, buffers, same=same)
     return Outcome(error2, norm2, tiny, zero)

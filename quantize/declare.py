@@ -50,7 +50,7 @@ def quantization_config(
     return _compressed_tensors(list(used), modules, architecture)
 
 
-def launch_notes(config: Mapping[str, Any] | None, modules: Iterable[Module], architecture: Architecture) -> list[str]:
+def launch_notes(config: Mapping[str, Any] | None, modules: Sequence[Module], architecture: Architecture) -> list[str]:
     """What the config cannot say and a command line must, a sentence each.
 
     SGLang's GLM classes serve the shared expert as one more routed expert. Where the two differ in format, its weights
@@ -64,11 +64,13 @@ def launch_notes(config: Mapping[str, Any] | None, modules: Iterable[Module], ar
     sees = architecture.name == "glm_moe_dsa" and any(
         "Linear" in group["targets"] and group["weights"]["num_bits"] == 4 for group in groups
     )
-    if not architecture.sglang_fuses_shared or sees or not stored["shared_expert"]:
-        return []
-    if stored["routed_expert"] == stored["shared_expert"]:
-        return []
-    return ["SGLang: start with --disable-shared-experts-fusion, for shared and routed experts differ in format"]
+    differ = bool(stored["shared_expert"]) and stored["routed_expert"] != stored["shared_expert"]
+    notes = []
+    if architecture.sglang_fuses_shared and differ and not sees:
+        notes.append("SGLang: start with --disable-shared-experts-fusion: shared and routed experts differ in format")
+    if any(module.format == "fp8-tensor" and module.role == "attention.q_a" for module in modules):
+        notes.append("SGLang: takes q_a_proj's scale for kv_a_proj_with_mqa too; FP8 by tensor is right only if equal")
+    return notes
 
 
 def _unconverted(modules: Sequence[Module], architecture: Architecture) -> list[str]:

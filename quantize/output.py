@@ -18,12 +18,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import PlanError, ResumeError
-from ..formats.checkpoint import MANIFEST, read_file
+from .. import __version__
+from ..errors import CheckpointError, PlanError, ResumeError
+from ..formats.checkpoint import MANIFEST, side_files
 from ..formats.manifest import Manifest, read_manifest
 from .plan import Plan
 
 WORK = ".phasefold"
+LOCK = f"{WORK}/lock"
 PARTIAL = ".partial"
 
 
@@ -64,6 +66,11 @@ def writing(out: Path) -> Iterator[None]:
 
 def is_finished(out: Path, plan: Plan) -> bool:
     """Whether `out` holds this very job, done. Raises ResumeError where it holds anything else that is not ours."""
+    with writing(out):
+        return _is_finished(out, plan)
+
+
+def _is_finished(out: Path, plan: Plan) -> bool:
     if out.exists() and not out.is_dir():
         raise ResumeError(f"{out}: is a file; give a folder that is new or empty")
     if not out.is_dir():
@@ -92,17 +99,21 @@ def _plan_in(path: Path, key: str) -> str | None:
 
 def check_place(source: Path, out: Path) -> None:
     """Refuse an output inside the source, or around it."""
-    inner, outer = out.resolve(), source.resolve()
+    try:
+        inner, outer = out.resolve(), source.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
+        raise PlanError(f"{out}: is no place to write to ({getattr(error, 'strerror', None) or error})") from None
     if inner == outer or inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise PlanError(f"{out}: lies inside the source {source} or around it; give a folder apart from it")
 
 
 def check_space(out: Path, nbytes: int) -> None:
     """Refuse a job for which the disk is too small, before it starts."""
-    place = out
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    with writing(out):
+        place = out.absolute()
+        while not place.exists():
+            place = place.parent
+        free = shutil.disk_usage(place).free
     if free < nbytes:
         raise PlanError(f"{out}: needs {nbytes / 1e9:,.1f} GB more, the disk has {free / 1e9:,.1f} GB free")
 
@@ -114,19 +125,42 @@ def claim(out: Path, plan: Plan) -> Iterator[None]:
         (out / WORK).mkdir(parents=True, exist_ok=True)
         flush_folder(out)
         flush_folder(out.resolve().parent)
-        lock = os.open(out / WORK / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ResumeError(f"{out}: another process is working on it") from None
+        except OSError as error:
+            raise PlanError(
+                f"{out}: cannot be locked ({error.strerror}); give a folder on another file system"
+            ) from None
         with writing(out):
-            if not (out / WORK / "job.json").exists():
-                job = {"plan": plan.digest, "recipe": plan.recipe.name, "source": plan.checkpoint.folder.name}
-                atomic_write(out / WORK / "job.json", json.dumps(job).encode())
+            _note_job(out, plan)
         yield
     finally:
         os.close(lock)
+
+
+def _note_job(out: Path, plan: Plan) -> None:
+    """Write the claim. Where a source file or phasefold itself has changed since it was last written, start anew.
+
+    The digest of a plan knows the source's headers, not its weights: a shard that was made from other weights, or by
+    another version, must not end up beside the new ones.
+    """
+    folder = plan.checkpoint.folder
+    try:
+        stats = {file: (folder / file).stat() for file in plan.checkpoint.sizes}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
+    files = {file: [found.st_size, found.st_mtime_ns] for file, found in stats.items()}
+    job = to_json({"plan": plan.digest, "tool": __version__, "recipe": plan.recipe.name, "source": files})
+    path = out / WORK / "job.json"
+    if path.exists() and path.read_bytes() != job:
+        for record in (out / WORK).glob("*.safetensors.json"):
+            record.unlink()
+    if not path.exists() or path.read_bytes() != job:
+        atomic_write(path, job)
 
 
 def record_path(out: Path, file: str) -> Path:
@@ -175,17 +209,37 @@ def file_entry(data: bytes) -> dict[str, Any]:
 
 
 def copy_side_file(source: Path, target: Path) -> dict[str, Any]:
-    """Copy a side file as bytes; -> its entry in the manifest."""
-    data = read_file(source)
+    """Copy a side file as bytes, piece by piece; -> its entry in the manifest."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(target, data)
-    return file_entry(data)
+    digest, size = hashlib.sha256(), 0
+    try:
+        opened = open(source, "rb")
+    except OSError as error:
+        raise CheckpointError(f"{source}: cannot be read ({error.strerror})") from None
+    with opened as theirs, open(target.with_name(target.name + PARTIAL), "wb") as ours:
+        os.fchmod(ours.fileno(), 0o644)
+        while piece := theirs.read(1 << 20):
+            ours.write(piece)
+            digest.update(piece)
+            size += len(piece)
+        ours.flush()
+        os.fsync(ours.fileno())
+    os.replace(target.with_name(target.name + PARTIAL), target)
+    flush_folder(target.parent)
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def check_finished(out: Path) -> Manifest:
-    """The manifest of a finished artifact whose files are all there in their sizes. Raises ResumeError otherwise."""
+def check_finished(out: Path, plan: Plan) -> Manifest:
+    """The manifest of a finished artifact. Raises ResumeError where one of its files is missing or has another size.
+
+    Also where a side file is no longer the source's.
+    """
     manifest = read_manifest(out)
     for name, entry in manifest.files.items():
         if not (out / name).is_file() or (out / name).stat().st_size != entry["bytes"]:
             raise ResumeError(f"{out}: was finished, but {name} is missing or has another size; give a new folder")
+    for name in side_files(plan.checkpoint.folder):
+        with open(plan.checkpoint.folder / name, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != manifest.files.get(name, {}).get("sha256"):
+                raise ResumeError(f"{out}: was finished, but the source's {name} has changed since; give a new folder")
     return manifest

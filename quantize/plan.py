@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..formats import Format, formats
 from ..formats.checkpoint import Checkpoint
 from ..recipes import Recipe
-from .account import Account, Item, account
+from .account import Account, Item, account, held_config
 from .choose import choose, make_unit
 from .declare import Module, check, launch_notes, quantization_config
 from .units import Shard, Unit, lay_out
@@ -109,20 +109,16 @@ def declared_modules(pairs: Iterable[tuple[Item, Format]]) -> list[Module]:
     ]
 
 
-def held_config(checkpoint: Checkpoint, found: Account) -> Any:
-    """The quantization_config that a checkpoint comes with, at the top level or under text_config; None without one."""
-    return checkpoint.config.get("quantization_config") or found.model.text.get("quantization_config")
-
-
 def _config(
     found: Account, checkpoint: Checkpoint, modules: list[Module], units: list[Unit], *, untrue_mtp: bool
 ) -> tuple[bytes, Mapping[str, Any] | None]:
     """config.json as bytes and the quantization_config in it. Unchanged bytes where they tell the truth already."""
-    text, architecture, held = found.model.text, found.model.architecture, held_config(checkpoint, found)
+    text, architecture, held = found.model.text, found.model.architecture, held_config(checkpoint, found.model)
     if all(unit.action == "copied" for unit in units) and not untrue_mtp and not check(held, modules, architecture):
         return checkpoint.config_bytes, held
     fp8 = [unit for unit in units if formats()[unit.target_format].grid.kind == "e4m3"]
-    exact = all(unit.power_of_two for unit in fp8)
+    claimed = held.get("scale_fmt") == "ue8m0" if isinstance(held, Mapping) else False
+    exact = all(unit.power_of_two or (claimed and unit.action == "copied") for unit in fp8)
     declared = quantization_config(modules, architecture, scale_fmt="ue8m0" if fp8 and exact else None)
     config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "compression_config")}
     inner = {k: v for k, v in text.items() if k not in ("quantization_config", "compression_config")}
@@ -133,4 +129,4 @@ def _config(
     config = {**config, "text_config": inner} if text is not checkpoint.config else {**config, **inner}
     if declared:
         config["quantization_config"] = declared
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(), declared
+    return (json.dumps(config, indent=2) + "\n").encode(), declared

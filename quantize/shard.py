@@ -7,6 +7,7 @@ others go on with the next units; at the end only a little is left.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import threading
@@ -28,8 +29,10 @@ class Outcome(NamedTuple):
 
     @property
     def relative_error(self) -> float:
-        """||w - w'|| / ||w||, four digits; 0.0 for a matrix of zeros."""
-        return float(f"{(self.error2 / self.norm2) ** 0.5:.4g}") if self.norm2 else 0.0
+        """||w - w'|| / ||w||, four digits; 0.0 where zeros stay zeros."""
+        if self.norm2 == 0:
+            return float("inf") if self.error2 else 0.0
+        return float(f"{(self.error2 / self.norm2) ** 0.5:.4g}")
 
 
 class ShardWriter:
@@ -80,6 +83,8 @@ class ShardWriter:
         while self._hashed < self._complete_to:
             chunk = buffer[: self._complete_to - self._hashed]
             got = os.preadv(self._handle, [chunk], self._hashed)
+            if got == 0:
+                raise OSError(errno.EIO, "shrank while it was written", str(self._path))
             self._digest.update(chunk[:got])
             self._hashed += got
         if hasattr(os, "posix_fadvise"):  # Linux starts to write these pages out: the flush at the end has less to do

@@ -102,8 +102,8 @@ def load(name: str) -> Recipe:
         value = tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{name}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{name}: not valid TOML ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{name}: not valid TOML ({str(error)[:120]})") from None
     return parse(value, name, default_name=path.stem)
 
 

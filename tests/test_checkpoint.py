@@ -1,6 +1,7 @@
 """Reading: what is damaged is refused by name, whatever the damage; what is sound is read right."""
 
 import json
+import os
 import random
 import shutil
 import struct
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 
 from phasefold.errors import CheckpointError
 from phasefold.formats.checkpoint import INDEX, Reader, make_header, open_checkpoint, parse_header, side_files
-from phasefold.quantize.account import account
+from phasefold.quantize.account import account, held_config
 
 TINY = variants.EXAMPLES / "tiny-glm4"
 SHARD = "model-00002-of-00003.safetensors"
@@ -200,12 +201,65 @@ def test_a_source_that_shrinks_is_told(folder: Path) -> None:
         Reader(checkpoint).read(last, 0, memoryview(bytearray(checkpoint.tensors[last].nbytes)))
 
 
+def test_a_tensor_beside_its_weight_is_not_overlooked(tmp_path: Path) -> None:
+    tensors, config = variants.load(TINY)
+    tensors["model.layers.1.self_attn.o_proj"] = torch.zeros(4)
+    with pytest.raises(CheckpointError, match=r"o_proj.*unknown tensor"):
+        account(open_checkpoint(variants.save(tmp_path / "source", tensors, config)))
+
+
+def test_an_empty_tensor_is_refused(tmp_path: Path) -> None:
+    tensors, config = variants.load(variants.EXAMPLES / "tiny-kimi")
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.zeros(0)
+    with pytest.raises(CheckpointError, match=r"inv_freq: wrong shape"):
+        account(open_checkpoint(variants.save(tmp_path / "source", tensors, config)))
+
+
+def test_two_configs_that_differ_are_refused(tmp_path: Path) -> None:
+    tensors, config = variants.as_k25(*variants.load(variants.EXAMPLES / "tiny-kimi"))
+    config["quantization_config"] = variants.INT4_CONFIG
+    config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
+    found = open_checkpoint(variants.save(tmp_path / "source", tensors, config))
+    with pytest.raises(CheckpointError, match="two quantization configs that differ"):
+        held_config(found, account(found).model)
+
+
+@pytest.mark.parametrize("text", ['{"a": 1e999}', '{"a": NaN}', '{"a": 1, "a": 2}', '{"a": -Infinity}'])
+def test_numbers_and_keys_that_json_does_not_have(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="config.json: not valid JSON"):
+        open_checkpoint(folder)
+
+
+def test_what_is_no_file_is_refused_at_once(folder: Path) -> None:
+    os.mkfifo(folder / "model-extra.safetensors")
+    with pytest.raises(CheckpointError, match="model-extra.safetensors: is no file"):
+        open_checkpoint(folder)
+    (folder / "model-extra.safetensors").unlink()
+    (folder / "vocab.txt").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=r"vocab.txt: cannot be read"):
+        side_files(folder)
+
+
+def test_readers_hold_few_files_open(tmp_path: Path) -> None:
+    tensors, config = variants.load(TINY)
+    checkpoint = open_checkpoint(variants.save(tmp_path / "source", tensors, config, shards=100))
+    reader, before = Reader(checkpoint), len(os.listdir("/proc/self/fd"))
+    for name, stored in checkpoint.tensors.items():
+        reader.read(name, 0, memoryview(bytearray(stored.nbytes)))
+    assert len(checkpoint.sizes) == 100 and len(os.listdir("/proc/self/fd")) <= before + 4
+    reader.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_natural_order_and_side_files(folder: Path) -> None:
     (folder / "code.py").write_text("x = 1")
     (folder / ".hidden").write_text("x")
     (folder / "hf_quant_config.json").write_text("{}")
     (folder / "figures").mkdir()
     (folder / "figures" / "a.png").write_bytes(b"png")
+    (folder / "aborted.bin.partial").write_bytes(b"")
+    (folder / "pytorch_model.bin").write_bytes(b"")
     assert list(side_files(folder)) == [
         "code.py", "figures/a.png", "generation_config.json", "tokenizer.json", "tokenizer_config.json"
     ]  # fmt: skip

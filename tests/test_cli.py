@@ -87,6 +87,11 @@ def test_a_recipe_by_path_and_mtp(tmp_path: Path) -> None:
         (["plan", TINY, "--recipe", "kimi-decode-int4"], 1, "recipe for kimi"),
         (["convert", TINY, "out", "--recipe", "bf16", "--device", "cuda"], 1, "cuda"),
         (["verify", "nowhere"], 1, "nowhere: no such folder"),
+        (["verify", TINY, "--source", "nowhere"], 1, "nowhere: no such folder"),
+        (["plan", "x" * 5000, "--recipe", "bf16"], 1, "File name too long"),
+        (["convert", TINY, "x" * 300, "--recipe", "bf16"], 1, "File name too long"),
+        (["plan", TINY, "--recipe", "bf16", "--shard-size", "9" * 400 + "GB"], 2, "is no size"),
+        (["convert", TINY, "out", "--recipe", "bf16", "--workers", "100000"], 2, "--workers"),
         (["plan", TINY], 2, "--recipe"),
         (["convert", TINY, "out", "--recipe", "bf16", "--workers", "0"], 2, "--workers"),
         (["plan", TINY, "--recipe", "bf16", "--shard-size", "much"], 2, "much"),
@@ -98,6 +103,26 @@ def test_refusals(words: list[str], code: int, said: str) -> None:
     assert said in done.stderr
     if code == 1:
         assert done.stderr.count("\n") == 1 and done.stderr.startswith("phasefold: ")
+
+
+@pytest.mark.parametrize("text", ["[" * 6000, "a = " + "9" * 5000, "\xff", "families = 3"])
+def test_hostile_recipes_are_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(text.encode("latin-1"))
+    said = run("plan", TINY, "--recipe", str(path), code=1).stderr
+    assert "mine.toml" in said and said.count("\n") == 1
+
+
+def test_paths_that_are_no_places(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for words in (["inspect", str(tmp_path / "loop")], ["convert", TINY, str(tmp_path / "loop"), "-r", "bf16"]):
+        assert run(*words, code=1).stderr.count("\n") == 1
+    odd = os.path.join(os.fsencode(tmp_path), b"caf\xe9")
+    shutil.copytree(TINY, odd)
+    assert (
+        b"caf"
+        in subprocess.run([sys.executable, "-m", "phasefold", "inspect", odd], capture_output=True, check=True).stdout
+    )
 
 
 def test_hostile_names_stay_one_printable_line(tmp_path: Path) -> None:

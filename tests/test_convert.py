@@ -334,6 +334,62 @@ def test_verify_finds_a_wrong_source_and_a_lying_manifest(source, tmp_path: Path
     assert any("no phasefold.json" in problem for problem in verify(out).problems)
 
 
+def test_verify_sees_zeros_where_weights_were(source, tmp_path: Path) -> None:
+    run(source("tiny-glm4", "fp8-block"), tmp_path / "out", "bf16")
+    tensors, config = variants.load(source("tiny-glm4", "fp8-block"))
+    tensors[EXPERT + ".weight"] = torch.zeros_like(tensors[EXPERT + ".weight"])
+    other = variants.save(tmp_path / "other", tensors, config)
+    assert any(EXPERT in problem for problem in verify(tmp_path / "out", other).problems)
+
+
+@pytest.mark.parametrize("value", ["constant", "outlier"])
+def test_verify_accepts_the_worst_that_rounding_can_do(tmp_path: Path, value: str) -> None:
+    tensors, config = variants.load(variants.EXAMPLES / "tiny-glm4")
+    weight = torch.full((128, 256), 1.0625)  # e4m3 has 1.0 and 1.125: the largest relative error there is
+    if value == "outlier":
+        weight = torch.ones(128, 256)
+        weight[:, ::128] = 15.5
+    tensors[EXPERT + ".weight"] = weight.bfloat16()
+    folder = variants.save(tmp_path / "source", tensors, config)
+    for number, rule in enumerate([{"format": "fp8-channel"}, {"format": "int4-g128"}]):
+        run(folder, tmp_path / str(number), custom({"roles": ["routed_expert"], **rule}))
+        assert verify(tmp_path / str(number), folder).problems == []
+
+
+def test_scale_fmt_survives_where_fp8_is_kept(source, tmp_path: Path) -> None:
+    run(source("tiny-glm5", "mtp"), tmp_path / "fp8", "glm-prefill-fp8")
+    run(tmp_path / "fp8", tmp_path / "dropped", "glm-prefill-fp8", mtp="drop")
+    config = json.loads((tmp_path / "dropped" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 0 and config["quantization_config"]["scale_fmt"] == "ue8m0"
+    run(source("tiny-glm5", "mtp+fp8-block"), tmp_path / "float", "glm-prefill-fp8", mtp="drop")
+    config = json.loads((tmp_path / "float" / "config.json").read_text())
+    assert "scale_fmt" not in config["quantization_config"]
+
+
+def test_bf16_means_bf16(source, tmp_path: Path) -> None:
+    run(source("tiny-kimi", "f16"), tmp_path / "out", "bf16")
+    tensors, config = variants.load(tmp_path / "out")
+    assert config["dtype"] == "bfloat16"
+    assert {t.dtype for n, t in tensors.items() if "e_score" not in n} == {torch.bfloat16}
+
+
+def test_side_files_of_any_name_and_size(source, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(source("tiny-glm4", "bf16"), tmp_path / "source"))
+    (folder / "docs").mkdir()
+    (folder / "docs" / "größe.txt").write_text("x")
+    (folder / "config.json.partial").write_text("aborted")
+    (folder / "big.model").write_bytes(os.urandom(3_000_000))
+    (folder / "linked.txt").symlink_to(folder / "docs" / "größe.txt")
+    run(folder, tmp_path / "out", "bf16")
+    assert verify(tmp_path / "out", folder).problems == []
+    for name in ("docs/größe.txt", "big.model", "linked.txt"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    for stray in ("hf_quant_config.json", "pytorch_model.bin", "model-1.safetensors.partial"):
+        (tmp_path / "out" / stray).write_text("{}")
+        assert any(stray in problem for problem in verify(tmp_path / "out").problems)
+        (tmp_path / "out" / stray).unlink()
+
+
 def test_layers_and_formats_of_ones_own(source, tmp_path: Path) -> None:
     recipe = custom(
         {"roles": ["routed_expert"], "format": "keep", "layers": "1"},
