@@ -10,10 +10,8 @@ from ..families import ROLES, Architecture, TensorSpec
 from ..formats import Format, formats
 from ..recipes import Recipe, Rule
 from .account import Account, Item
+from .kernels import METHODS, OBJECTIVES
 from .units import Output, Unit
-
-METHODS = ("rtn", "search", "inverse")
-OBJECTIVES = ("weighted", "weighted2", "mse")
 
 
 class Choice(NamedTuple):
@@ -89,7 +87,11 @@ def _target(item: Item, rule: Rule, architecture: Architecture) -> Format:
     group = target.grid.block[1]
     if target.grid.kind == "int4" and spec.shape[1] % group:
         raise PlanError(f"{spec.name}: {spec.shape[1]} input features are not divisible by the group of {group}")
-    return have if have.grid == target.grid and have.grid.kind == "int4" else target
+    if have.grid == target.grid and have.grid.kind == "int4":
+        return have
+    if rule.method == "inverse" and not have.plain:
+        raise RecipeError(f"{spec.name}: stored as {have.name}; the inverse takes a BF16 copy of INT4, or INT4 itself")
+    return target
 
 
 def _spell_fp8(choices: list[Choice]) -> list[Choice]:

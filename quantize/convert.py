@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
 from ..errors import CheckpointError, PlanError
@@ -39,7 +40,7 @@ class Result:
     peak_rss_bytes: int
     source_bytes: int
     errors: Mapping[str, float]
-    scales: Mapping[str, int]
+    manifest: Manifest
 
 
 def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | None = None) -> Result:
@@ -67,7 +68,12 @@ def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | Non
                 resumed = len(held)
                 if progress:
                     progress(sum(u.source_bytes for s in plan.shards if s.file in held for u in s.units))
-                _write_shards(plan, out, [s for s in plan.shards if s.file not in held], workers, progress)
+                try:
+                    _write_shards(plan, out, [s for s in plan.shards if s.file not in held], workers, progress)
+                except BaseException:
+                    if not output.finished_shards(out, plan):  # nothing to go on with: give the folder free
+                        output.remove_work(out)
+                    raise
                 done = _finish(plan, out, sides)
     return Result(
         plan,
@@ -77,8 +83,8 @@ def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | Non
         time.process_time() - cpu,
         _peak_rss(),
         plan.checkpoint.total_size,
-        _mean_errors(plan, done),
-        done.scales,
+        mean_errors(plan.units(), done.units),
+        done,
     )
 
 
@@ -264,9 +270,10 @@ def _peak_rss() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _mean_errors(plan: Plan, manifest: Manifest) -> dict[str, float]:
+def mean_errors(units: Iterable[Unit], recorded: Mapping[str, list[Any]]) -> dict[str, float]:
+    """Role -> mean relative error of the units whose numbers were chosen anew or decoded."""
     sums: dict[str, list[float]] = {}
-    for unit in plan.units():
+    for unit in units:
         if unit.action == "quantized" or formats()[unit.target_format].plain != formats()[unit.source_format].plain:
-            sums.setdefault(unit.role, []).append(manifest.units[unit.module][3])
+            sums.setdefault(unit.role, []).append(recorded[unit.module][3])
     return {role: sum(errors) / len(errors) for role, errors in sums.items()}

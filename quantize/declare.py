@@ -70,6 +70,9 @@ def launch_notes(config: Mapping[str, Any] | None, modules: Sequence[Module], ar
         notes.append("SGLang: start with --disable-shared-experts-fusion: shared and routed experts differ in format")
     if any(module.format == "fp8-tensor" and module.role == "attention.q_a" for module in modules):
         notes.append("SGLang: takes q_a_proj's scale for kv_a_proj_with_mqa too; FP8 by tensor is right only if equal")
+    packed = any((format_ or "").startswith("int4") for format_ in stored["shared_expert"])
+    if packed and architecture.name != "glm4_moe_lite":
+        notes.append("SGLang: cannot load packed INT4 shared experts of this architecture; vLLM can")
     return notes
 
 

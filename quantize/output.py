@@ -78,11 +78,15 @@ def _is_finished(out: Path, plan: Plan) -> bool:
     if (out / "config.json").exists():
         if _plan_in(out / MANIFEST, "plan") == plan.digest:
             return True
-        raise ResumeError(f"{out}: holds another checkpoint already; give a folder that is new or empty")
+        raise ResumeError(f"{out}: holds another checkpoint already (or other settings made it); give a new folder")
     if (out / WORK / "job.json").exists():
         if _plan_in(out / WORK / "job.json", "plan") == plan.digest:
             return False
-        raise ResumeError(f"{out}: belongs to another job (other source, recipe or settings); give another folder")
+        began = _plan_in(out / WORK / "job.json", "recipe")
+        raise ResumeError(
+            f"{out}: belongs to another job, begun with recipe {began}; source, recipe or a setting differ: give "
+            "another folder, or delete this one"
+        )
     strangers = sorted(entry.name for entry in os.scandir(out) if entry.name != WORK)
     if strangers:
         raise ResumeError(f"{out}: not empty ({strangers[0]}) and not begun by phasefold; give a new or empty folder")
@@ -115,7 +119,7 @@ def check_space(out: Path, nbytes: int) -> None:
             place = place.parent
         free = shutil.disk_usage(place).free
     if free < nbytes:
-        raise PlanError(f"{out}: needs {nbytes / 1e9:,.1f} GB more, the disk has {free / 1e9:,.1f} GB free")
+        raise PlanError(f"{out}: needs {nbytes / 1e6:,.0f} MB more, the disk has {free / 1e6:,.0f} MB free")
 
 
 @contextlib.contextmanager

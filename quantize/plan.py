@@ -92,6 +92,11 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, shard_bytes: int = SHARD_B
     if untrue_mtp:
         why = "the MTP layer is dropped" if dropped else "the source has no MTP layer although its config claims one"
         notes.append(f"config.json: num_nextn_predict_layers is set to 0, {why}")
+    before, after = checkpoint.total_size, sum(output.part.nbytes for unit in units for output in unit.outputs)
+    if after > before:
+        notes.append(f"the artifact is larger than its source: {after / 1e9:,.1f} GB from {before / 1e9:,.1f} GB")
+    if dropped:
+        notes.append(f"dropped: {len(dropped):,} tensors of the MTP layer")
     position = {name: number for number, name in enumerate(checkpoint.tensors)}
     units.sort(key=lambda unit: position[unit.module + unit.source[0].suffix])
     shards = lay_out(units, shard_bytes)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from ..formats.checkpoint import Checkpoint
 from .account import account
 from .convert import Result
 from .plan import Plan
+from .units import Unit
 
 
 def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -48,6 +50,7 @@ def plan_keys(plan: Plan) -> dict[str, Any]:
         "tensors": len(plan.weight_map),
         "shards": len(plan.shards),
         "units": plan.actions(),
+        "roles": [t._asdict() for t in transitions(plan)],
         "notes": list(plan.notes),
         "digest": plan.digest,
     }
@@ -56,6 +59,7 @@ def plan_keys(plan: Plan) -> dict[str, Any]:
 def result_keys(result: Result) -> dict[str, Any]:
     """What `convert --json` prints: the plan's keys and what the job took."""
     return plan_keys(result.plan) | {
+        "roles": [t._asdict() for t in transitions(result.plan, result.manifest.units)],
         "wall_seconds": result.wall_seconds,
         "cpu_seconds": result.cpu_seconds,
         "peak_rss_bytes": result.peak_rss_bytes,
@@ -63,15 +67,39 @@ def result_keys(result: Result) -> dict[str, Any]:
         "resumed_shards": result.resumed_shards,
         "backend": result.backend,
         "mean_relative_error": dict(result.errors),
-        "scales": dict(result.scales),
+        "scales": dict(result.manifest.scales),
     }
 
 
-def transitions(plan: Plan) -> list[tuple[str, str, str, str, int, int]]:
-    """(role, source format, action, target format, units, bytes written), in the order of the model."""
-    sums: dict[tuple[str, str, str, str], list[int]] = {}
+class Transition(NamedTuple):
+    """What became of the units of one role that went the same way.
+
+    error: mean relative error of the units, 0.0 where all are exact; None before the conversion.
+    """
+
+    role: str
+    source: str
+    action: str
+    target: str
+    units: int
+    source_bytes: int
+    bytes: int
+    error: float | None
+
+
+def transitions(plan: Plan, errors: Mapping[str, list[Any]] | None = None) -> list[Transition]:
+    """The plan by role and what becomes of it, the largest first. `errors`: the manifest's units."""
+    groups: dict[tuple[str, str, str, str], list[Unit]] = {}
     for unit in plan.units():
-        entry = sums.setdefault((unit.role, unit.source_format, unit.action, unit.target_format), [0, 0])
-        entry[0] += 1
-        entry[1] += sum(output.part.nbytes for output in unit.outputs)
-    return [(*key, count, size) for key, (count, size) in sums.items()]
+        groups.setdefault((unit.role, unit.source_format, unit.action, unit.target_format), []).append(unit)
+    found = [
+        Transition(
+            *key,
+            len(units),
+            sum(unit.source_bytes for unit in units),
+            sum(output.part.nbytes for unit in units for output in unit.outputs),
+            None if errors is None else sum(errors[unit.module][3] for unit in units) / len(units),
+        )
+        for key, units in groups.items()
+    ]
+    return sorted(found, key=lambda t: -t.bytes)

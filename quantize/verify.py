@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..errors import PhasefoldError, VerifyError
 from ..formats import formats
@@ -28,6 +29,7 @@ from ..recipes import parse
 from . import kernels, output
 from .account import account, held_config
 from .blocks import Buffers, StoredMatrix, row_blocks
+from .convert import mean_errors
 from .declare import check
 from .plan import Plan, declared_modules, make_plan
 from .shard import Outcome
@@ -39,7 +41,10 @@ LIMITS = {"e4m3": 0.0625, "int4": 1.0, "plain": 0.004}
 
 @dataclass(slots=True)
 class Verdict:
-    """problems: one line each, empty when all is well. worst: (tensor, relative error). errors: role -> mean."""
+    """problems: one line each, none when all is well. worst: (tensor, relative error). errors: role -> mean error.
+
+    The mean is that of the units whose numbers changed.
+    """
 
     problems: list[str] = field(default_factory=list)
     worst: tuple[str, float] | None = None
@@ -56,6 +61,9 @@ def verify(
     """
     verdict = Verdict()
     theirs = open_checkpoint(source) if source is not None else None
+    if (artifact / output.WORK / "job.json").exists() and not (artifact / "config.json").exists():
+        verdict.problems.append(f"{artifact}: unfinished; give the same convert command again to go on")
+        return verdict
     try:
         manifest = read_manifest(artifact)
     except VerifyError as error:
@@ -66,8 +74,12 @@ def verify(
         checkpoint = open_checkpoint(artifact)
         verdict.problems += _check_config(checkpoint)
         if theirs is not None:
-            plan = make_plan(theirs, parse(manifest.recipe, "recipe"), manifest.shard_bytes)
-            _compare(plan, checkpoint, manifest, verdict, workers, progress)
+            if manifest.source["digest"] != theirs.digest:
+                made_from = f"{manifest.source['name']} (headers and config {manifest.source['digest'][:12]})"
+                verdict.problems.append(f"{source}: not the source of this artifact, which was made from {made_from}")
+            else:
+                plan = make_plan(theirs, parse(manifest.recipe, "recipe"), manifest.shard_bytes)
+                _compare(plan, checkpoint, manifest, verdict, workers, progress)
     except PhasefoldError as error:
         verdict.problems.append(str(error))
     return verdict
@@ -128,12 +140,11 @@ def _compare(
 ) -> None:
     if plan.digest != manifest.plan:
         verdict.problems.append(
-            f"{plan.checkpoint.folder}: not the source of this artifact (headers or config differ), or converted by a "
-            f"phasefold of another version ({manifest.tool})"
+            f"{plan.checkpoint.folder}: this phasefold plans the job otherwise than {manifest.tool} did, which made it"
         )
         return
     theirs, ours = Reader(plan.checkpoint), Reader(checkpoint)
-    sums: dict[str, list[float]] = {}
+    found: dict[str, list[Any]] = {}
 
     def one(unit: Unit) -> tuple[Unit, Outcome | str]:
         result = compare_unit(unit, theirs, ours, Buffers())
@@ -148,15 +159,16 @@ def _compare(
                     verdict.problems.append(result)
                     continue
                 error = result.relative_error
-                sums.setdefault(unit.role, []).append(error)
+                found[unit.module] = [None, None, None, error]
                 if verdict.worst is None or error > verdict.worst[1]:
-                    verdict.worst = (unit.module, error)
+                    verdict.worst = (f"{unit.module}{unit.outputs[0].part.suffix}", error)
                 if problem := _judge(unit, error, manifest.units):
                     verdict.problems.append(problem)
     finally:
         theirs.close()
         ours.close()
-    verdict.errors = {role: sum(errors) / len(errors) for role, errors in sums.items()}
+    compared = [unit for unit in plan.units() if unit.module in found]
+    verdict.errors = {unit.role: 0.0 for unit in compared} | mean_errors(compared, found)
 
 
 def compare_unit(unit: Unit, theirs: Reader, ours: Reader, buffers: Buffers) -> Outcome | str:

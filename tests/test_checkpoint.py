@@ -227,13 +227,13 @@ def test_two_configs_that_differ_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ['{"a": 1e999}', '{"a": NaN}', '{"a": 1, "a": 2}', '{"a": -Infinity}'])
 def test_numbers_and_keys_that_json_does_not_have(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match="config.json: not valid JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON"):
         open_checkpoint(folder)
 
 
 def test_what_is_no_file_is_refused_at_once(folder: Path) -> None:
     os.mkfifo(folder / "model-extra.safetensors")
-    with pytest.raises(CheckpointError, match="model-extra.safetensors: is no file"):
+    with pytest.raises(CheckpointError, match=r"model-extra\.safetensors: is no file"):
         open_checkpoint(folder)
     (folder / "model-extra.safetensors").unlink()
     (folder / "vocab.txt").symlink_to("nowhere")

@@ -48,7 +48,7 @@ def test_plan_convert_verify(tmp_path: Path) -> None:
     assert planned["units"] == {"copied": 65, "repacked": 0, "folded": 0, "quantized": 144, "dropped": 0}
     assert {"output_bytes", "tensors", "shards", "digest"} <= planned.keys()
     made = run_json("convert", TINY, out, "--recipe", "glm-decode-int4", "--workers", "2", "--device", "cpu")
-    assert {key: made[key] for key in planned} == planned
+    assert {key: made[key] for key in planned if key != "roles"} == {k: v for k, v in planned.items() if k != "roles"}
     assert made.keys() >= {"wall_seconds", "cpu_seconds", "peak_rss_bytes", "source_bytes", "resumed_shards", "backend"}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == planned["output_bytes"] and len(index["weight_map"]) == planned["tensors"]
@@ -57,14 +57,14 @@ def test_plan_convert_verify(tmp_path: Path) -> None:
     assert 0.05 < checked["mean_relative_error"]["routed_expert"] < 0.1
     assert checked["worst"]["tensor"] and 0 < checked["worst"]["relative_error"] < 0.1
     again = run("convert", TINY, out, "--recipe", "glm-decode-int4")
-    assert "shards were done before" in again.stdout
+    assert "nothing to do" in again.stdout
     assert "phasefold.json" in run("verify", TINY, code=3).stdout
     (tmp_path / "out" / "config.json").write_text("{}")
     assert run_json("verify", out, code=3)["ok"] is False
 
 
 def test_human_output_fits_what_happened(tmp_path: Path) -> None:
-    assert "digest" in run("plan", TINY, "-r", "glm-prefill-fp8").stdout
+    assert "55% of 13,205,696" in run("plan", TINY, "-r", "glm-prefill-fp8").stdout
     text = run("convert", TINY, str(tmp_path / "out"), "-r", "glm-prefill-fp8").stdout
     assert "routed_expert" in text and "fp8-channel" in text and "mean error" in text and "exact" in text
     assert "ok" in run("verify", str(tmp_path / "out"), "--source", TINY).stdout
@@ -75,7 +75,7 @@ def test_a_recipe_by_path_and_mtp(tmp_path: Path) -> None:
     recipe.write_text('families = ["glm"]\n[[rule]]\nroles = ["routed_expert"]\nformat = "int4-g64"\n')
     assert run_json("plan", TINY, "--recipe", str(recipe))["recipe"] == "mine"
     assert "no MTP layer" in run("plan", TINY, "--recipe", str(recipe), "--mtp", "drop", code=1).stderr
-    assert "--mtp" in run("plan", TINY, "--recipe", str(recipe), "--mtp", "maybe", code=1).stderr
+    assert "--mtp" in run("plan", TINY, "--recipe", str(recipe), "--mtp", "maybe", code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,9 @@ def test_paths_that_are_no_places(tmp_path: Path) -> None:
     for words in (["inspect", str(tmp_path / "loop")], ["convert", TINY, str(tmp_path / "loop"), "-r", "bf16"]):
         assert run(*words, code=1).stderr.count("\n") == 1
     odd = os.path.join(os.fsencode(tmp_path), b"caf\xe9")
-    shutil.copytree(TINY, odd)
-    assert (
-        b"caf"
-        in subprocess.run([sys.executable, "-m", "phasefold", "inspect", odd], capture_output=True, check=True).stdout
-    )
+    shutil.copytree(TINY, os.fsdecode(odd))
+    command = [sys.executable, "-m", "phasefold", "inspect", odd]
+    assert b"caf" in subprocess.run(command, capture_output=True, check=True).stdout
 
 
 def test_hostile_names_stay_one_printable_line(tmp_path: Path) -> None:
