@@ -9,6 +9,7 @@ measured on the same sources (`model_free_ptq`). Machines are shared: trust the 
 
 import argparse
 import ctypes
+import hashlib
 import json
 import resource
 import shutil
@@ -20,6 +21,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+from phasefold.families import identify
+from phasefold.formats.checkpoint import INDEX, open_checkpoint
 
 K2 = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 7168,
@@ -59,8 +63,6 @@ PEER_CASES = [("bf16", "W4A16"), ("bf16", "FP8_BLOCK")]
 
 def make_sources(folder: Path, gigabytes: float) -> dict[str, Path]:
     """The BF16 source and its FP8 twin, with weights of heavier tails than a Gaussian's."""
-    from phasefold.families import identify
-
     config = K2 | {"n_routed_experts": max(1, round((gigabytes * 1e9 - 1.4e9) / EXPERT_BYTES))}
     folders = {"bf16": folder / "bf16", "fp8": folder / "fp8"}
     if all((path / "config.json").exists() for path in folders.values()):
@@ -93,9 +95,12 @@ def make_sources(folder: Path, gigabytes: float) -> dict[str, Path]:
     }
     for kind, path in folders.items():
         write_shard(path, shards[kind])
-        (path / "config.json").write_text(
-            json.dumps(config | ({"quantization_config": quantization} if kind == "fp8" else {}))
-        )
+        extra = {"quantization_config": quantization} if kind == "fp8" else {}
+        (path / "config.json").write_text(json.dumps(config | extra))
+        found = open_checkpoint(path)
+        index = {"metadata": {"total_size": found.total_size}}
+        index["weight_map"] = {name: stored.file for name, stored in found.tensors.items()}
+        (path / INDEX).write_text(json.dumps(index))
     return folders
 
 
@@ -113,6 +118,22 @@ def cpu_of(command: list[str]) -> tuple[float, str]:
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
+
+
+def plain_loop(source: Path, nbytes: int, work: Path) -> float:
+    """CPU-seconds of reading the source in large pieces, and of writing and hashing so many bytes."""
+    buffer, started = memoryview(bytearray(2 << 20)), time.process_time()
+    for path in source.glob("*.safetensors"):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    digest = hashlib.sha256()
+    with open(work / "plain", "wb", buffering=0) as file:
+        for _ in range(nbytes // len(buffer)):
+            file.write(buffer)
+            digest.update(buffer)
+    (work / "plain").unlink()
+    return time.process_time() - started
 
 
 def memcpy_rate(nbytes: int = 1 << 28) -> float:
@@ -139,7 +160,9 @@ def main() -> None:
     imports = min(cpu_of([sys.executable, "-m", "phasefold", "recipes", "--json"])[0] for _ in range(3))
     copy = memcpy_rate()
     print(f"memcpy {copy:.1f} GB/s; imports {imports:.2f} CPU-s, taken off; best of {options.repeats}")
-    print(f"{'':32}{'GB':>6}{'CPU-s':>8}{'GB/CPU-s':>10}{'goal':>6}{'of memcpy':>11}{'cores':>7}{'peak MB':>9}")
+    print("plain loop: CPU-seconds of reading the source and of writing and hashing as many bytes as the output has")
+    header = ("GB", "CPU-s", "GB/CPU-s", "goal", "of memcpy", "plain loop", "cores", "peak MB")
+    print(" " * 32 + "".join(f"{cell:>11}" for cell in header))
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         for name, kind, rules, goal in CASES:
             recipe = Path(work) / "recipe.toml"
@@ -153,16 +176,16 @@ def main() -> None:
                 shutil.rmtree(out)
             cpu, made = min(runs, key=lambda run: run[0])
             size, cores = made["source_bytes"] / 1e9, made["cpu_seconds"] / made["wall_seconds"]
-            row = (
-                f"{name:32}{size:6.2f}{cpu:8.2f}{size / cpu:10.2f}{goal or '':>6}{size / cpu / copy:11.0%}{cores:7.2f}"
-            )
-            print(row + f"{made['peak_rss_bytes'] / 1e6:9.0f}", flush=True)
+            least = plain_loop(sources[kind], made["output_bytes"], Path(work))
+            cells = [f"{size:.2f}", f"{cpu:.2f}", f"{size / cpu:.2f}", f"{goal or ''}", f"{size / cpu / copy:.0%}"]
+            cells += [f"{least:.2f}", f"{cores:.2f}", f"{made['peak_rss_bytes'] / 1e6:.0f}"]
+            print(f"{name:32}" + "".join(f"{cell:>11}" for cell in cells), flush=True)
         for kind, scheme in PEER_CASES if options.peer else []:
             out = Path(work) / "peer"
             _, text = cpu_of([options.peer, "-c", PEER, str(sources[kind]), str(out), scheme])
             size = sum(path.stat().st_size for path in sources[kind].glob("*.safetensors")) / 1e9
             cpu = float(text.split()[-1])
-            print(f"{f'llmcompressor {kind} -> {scheme}':32}{size:6.2f}{cpu:8.2f}{size / cpu:10.3f}", flush=True)
+            print(f"{f'llmcompressor {kind} -> {scheme}':32}{size:>10.2f}{cpu:>10.2f}{size / cpu:>10.3f}", flush=True)
             shutil.rmtree(out)
 
 
