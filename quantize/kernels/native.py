@@ -110,7 +110,8 @@ class _Addresses(ExitStack):
         self.callback(_release_buffer, ctypes.byref(view))
         if view.len != nbytes:
             raise ValueError(f"buffer of {view.len} bytes where {nbytes} are needed")
-        return view.buf  # type: ignore[no-any-return]
+        address: int | None = view.buf
+        return address
 
 
 _get_buffer = ctypes.pythonapi.PyObject_GetBuffer
