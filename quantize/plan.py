@@ -130,7 +130,8 @@ def _config(
     if untrue_mtp:
         inner["num_nextn_predict_layers"] = 0
     if any(unit.action == "quantized" and unit.target_format == "bf16" for unit in units):  # F16 or F32 was rounded
-        inner.update({key: "bfloat16" for key in ("dtype", "torch_dtype") if key in inner})
+        for part in (config, inner):
+            part.update({key: "bfloat16" for key in ("dtype", "torch_dtype") if key in part})
     config = {**config, "text_config": inner} if text is not checkpoint.config else {**config, **inner}
     if declared:
         config["quantization_config"] = declared
