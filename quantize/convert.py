@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import struct
 import sys
@@ -173,6 +174,11 @@ def run_unit(unit: Unit, reader: Reader, writer: ShardWriter, buffers: Buffers, 
         if report.fault is not None:
             where = source.where(report.fault, report.row, report.column, first)
             raise CheckpointError(f"{where}: {report.fault}")
+        if not math.isfinite(report.error2):
+            raise CheckpointError(
+                f"{unit.module}: weights near the largest float32 round to infinity in {unit.target_format} "
+                f"(rows {first} to {last - 1})"
+            )
         if unit.lossless and report.error2 != 0.0:
             raise CheckpointError(
                 f"{unit.module}: {unit.source_format} cannot be cast to {unit.target_format} without loss: its scales "

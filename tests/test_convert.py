@@ -292,6 +292,14 @@ def test_bad_values_are_refused_with_their_place(source, tmp_path, kind, name, p
     assert not list((tmp_path / "out").glob("*.partial"))
 
 
+def test_weights_that_would_round_to_infinity_are_refused(source, tmp_path: Path) -> None:
+    tensors, config = variants.load(source("tiny-glm4", "bf16"))
+    poison(tensors, EXPERT + ".weight", (5, 5), -3.38e38)
+    folder = variants.save(tmp_path / "source", tensors, config)
+    with pytest.raises(CheckpointError, match=r"experts\.3\.gate_proj: weights near the largest float32"):
+        run(folder, tmp_path / "out", "glm-decode-int4")
+
+
 def test_tiny_scales_are_exact_and_counted(source, tmp_path: Path) -> None:
     tensors, config = variants.load(source("tiny-glm4", "fp8-block"))
     poison(tensors, EXPERT + ".weight_scale_inv", (0, 0), 1e-41)
