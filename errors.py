@@ -27,3 +27,7 @@ class ResumeError(PhasefoldError):
 
 class VerifyError(PhasefoldError):
     """An artifact is not what its manifest says."""
+
+
+class LoadError(PhasefoldError):
+    """A runtime cannot be asked, or a deployment makes no sense: install it, or change the command."""

@@ -54,6 +54,26 @@ class TensorSpec(NamedTuple):
     optional: bool = False
 
 
+class CachePart(NamedTuple):
+    """What one layer keeps of each token. name: "kv_c", "k_pe", "k", "v" or "index_k"; `heads` rows of `width`."""
+
+    name: str
+    heads: int
+    width: int
+
+
+class CacheLayer(NamedTuple):
+    """The KV cache of one decoder layer. No parts: linear attention, whose state does not grow with the tokens.
+
+    MLA keeps one latent row a token, `kv_c` after its norm and `k_pe` after RoPE; grouped-query attention keeps `k`
+    after RoPE and `v`; a DSA layer with an indexer of its own keeps that one's keys too.
+    """
+
+    layer: int
+    mtp: bool
+    parts: tuple[CachePart, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """One model architecture.
@@ -61,6 +81,7 @@ class Architecture:
     name: its `model_type`.
     tensors(config): every logical tensor that the config calls for, MTP layers included, in the order of the layers.
         Given the whole config.json; a key that is missing or makes no sense is a CheckpointError that names it.
+    cache(config): what each layer keeps of a token, MTP layers included, in order.
     fp8: the FP8 format (a name of `formats`) in which this architecture is served.
     text_models: the model types that its language model may have, where that one's config is in `text_config`.
     fused: modules that a runtime builds out of several of the checkpoint's and that must share one format, as
@@ -73,6 +94,7 @@ class Architecture:
 
     name: str
     tensors: Callable[[Config], Iterator[TensorSpec]]
+    cache: Callable[[Config], list[CacheLayer]]
     fp8: str
     text_models: tuple[str, ...] = ()
     fused: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = ()
@@ -110,6 +132,10 @@ class Model:
         of them: some savers drop the layer and leave the config as it was.
         """
         return list(self.architecture.tensors(self.config))
+
+    def cache(self) -> list[CacheLayer]:
+        """What each layer keeps of a token: decoder layers in order, MTP layers behind them."""
+        return self.architecture.cache(self.config)
 
 
 @cache

@@ -6,12 +6,12 @@ A layer is a list of rows `(tail, shape, role)`, made once from the config and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
-from . import Config, TensorSpec
+from . import CacheLayer, CachePart, Config, TensorSpec
 
 Shape = tuple[int, ...]
 Row = tuple[str, Shape, str]
@@ -189,6 +189,38 @@ def mla(fields: Fields, *, buffers: bool = False) -> list[Row]:
     if buffers:
         rows.append(("self_attn.rotary_emb.inv_freq", (-1,), "buffer"))
     return rows
+
+
+def mla_cache(
+    fields: Fields, state: Container[int] = (), indexer: Callable[[int], bool] | None = None
+) -> list[CacheLayer]:
+    """One latent row a token and layer. `state`: layers with linear attention; `indexer`: does a layer have one?"""
+    row = (
+        CachePart("kv_c", 1, fields.size("kv_lora_rank")),
+        CachePart("k_pe", 1, fields.size("qk_rope_head_dim")),
+    )
+
+    def parts(layer: int) -> tuple[CachePart, ...]:
+        if layer in state:
+            return ()
+        keys = (CachePart("index_k", 1, fields.size("index_head_dim")),) if indexer and indexer(layer) else ()
+        return row + keys
+
+    return cache_layers(fields, parts)
+
+
+def gqa_cache(fields: Fields) -> list[CacheLayer]:
+    """Keys and values of each key-value head."""
+    heads, width = fields.size("num_key_value_heads"), fields.size("head_dim")
+    parts = CachePart("k", heads, width), CachePart("v", heads, width)
+    return cache_layers(fields, lambda _: parts)
+
+
+def cache_layers(fields: Fields, parts: Callable[[int], tuple[CachePart, ...]]) -> list[CacheLayer]:
+    """The layers of a model, MTP ones last, with what `parts(layer)` says that each keeps."""
+    layers = num_layers(fields)
+    mtp_layers = fields.size("num_nextn_predict_layers", least=0, most=16, default=0)
+    return [CacheLayer(layer, layer >= layers, parts(layer)) for layer in range(layers + mtp_layers)]
 
 
 def mlp(module: str, hidden: int, inner: int, role: str, names: str = "gate_proj up_proj down_proj") -> list[Row]:

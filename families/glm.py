@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import Architecture, Config, Family, TensorSpec
-from ._layers import FUSED_GQA, FUSED_MLA, NO_INT4_MLA, Fields, Row, mla, moe_decoder, num_layers
+from . import Architecture, CacheLayer, Config, Family, TensorSpec
+from ._layers import (
+    FUSED_GQA,
+    FUSED_MLA,
+    NO_INT4_MLA,
+    Fields,
+    Row,
+    gqa_cache,
+    mla,
+    mla_cache,
+    moe_decoder,
+    num_layers,
+)
 
 
 def _gqa(fields: Fields) -> list[Row]:
@@ -65,6 +76,11 @@ def _glm_moe_dsa(config: Config) -> Iterator[TensorSpec]:
     return moe_decoder(fields, lambda index: shared if index in sharing else full)
 
 
+def _dsa_cache(config: Config) -> list[CacheLayer]:
+    sharing = _sharing_layers(Fields(config))
+    return mla_cache(Fields(config), indexer=lambda layer: layer not in sharing)
+
+
 _NO_INT4_DSA = {
     **NO_INT4_MLA,
     "indexer.wk": "vLLM and SGLang join it with indexer.weights_proj into one unquantized module",
@@ -73,11 +89,18 @@ _NO_INT4_DSA = {
 FAMILY = Family(
     "glm",
     {
-        name: Architecture(name, tensors, fp8, fused=fused, no_int4=no_int4, sglang_fuses_shared=True)
-        for name, tensors, fp8, fused, no_int4 in (
-            ("glm4_moe", _glm4_moe, "fp8-channel", FUSED_GQA, {}),
-            ("glm4_moe_lite", _glm4_moe_lite, "fp8-block", FUSED_MLA, NO_INT4_MLA),
-            ("glm_moe_dsa", _glm_moe_dsa, "fp8-block", FUSED_MLA, _NO_INT4_DSA),
+        name: Architecture(name, tensors, cache, fp8, fused=fused, no_int4=no_int4, sglang_fuses_shared=True)
+        for name, tensors, cache, fp8, fused, no_int4 in (
+            ("glm4_moe", _glm4_moe, lambda config: gqa_cache(Fields(config)), "fp8-channel", FUSED_GQA, {}),
+            (
+                "glm4_moe_lite",
+                _glm4_moe_lite,
+                lambda config: mla_cache(Fields(config)),
+                "fp8-block",
+                FUSED_MLA,
+                NO_INT4_MLA,
+            ),
+            ("glm_moe_dsa", _glm_moe_dsa, _dsa_cache, "fp8-block", FUSED_MLA, _NO_INT4_DSA),
         )
     },
 )

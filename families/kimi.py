@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import Architecture, Config, Family, TensorSpec
+from . import Architecture, CacheLayer, Config, Family, TensorSpec
 from ._layers import (
     FUSED_MLA,
     MAX_LAYERS,
@@ -14,6 +14,7 @@ from ._layers import (
     decoder,
     dense_mlp,
     mla,
+    mla_cache,
     moe,
     moe_decoder,
     num_dense,
@@ -96,6 +97,13 @@ def _linear_decoder(fields: Fields, a_log: tuple[int, ...], prefix: str = "") ->
     return decoder(fields, layer, prefix, end)
 
 
+def _cache(config: Config) -> list[CacheLayer]:
+    """Of the language model, wrapped or not; layers with linear attention keep a state instead."""
+    fields = Fields(config)
+    text = fields.section("text_config") if "text_config" in config else fields
+    return mla_cache(text, _kda_layers(text) if "linear_attn_config" in text.config else ())
+
+
 def _residual(name: str, hidden: int) -> list[Row]:
     return [(f"{name}_norm.weight", (hidden,), "residual.norm"), (f"{name}_proj.weight", (1, hidden), "residual.proj")]
 
@@ -160,12 +168,13 @@ FAMILY = Family(
     "kimi",
     {
         **{
-            name: Architecture(name, _deepseek_v3, fp8="fp8-block", fused=FUSED_MLA, no_int4=NO_INT4_MLA)
+            name: Architecture(name, _deepseek_v3, _cache, fp8="fp8-block", fused=FUSED_MLA, no_int4=NO_INT4_MLA)
             for name in ("kimi_k2", "deepseek_v3")
         },
         "kimi_k25": Architecture(
             "kimi_k25",
             _kimi_k25,
+            _cache,
             fp8="fp8-block-ct",
             text_models=("kimi_k2", "deepseek_v3"),
             fused=FUSED_MLA,
@@ -175,12 +184,15 @@ FAMILY = Family(
         "kimi_k3": Architecture(
             "kimi_k3",
             _kimi_k3,
+            _cache,
             fp8="fp8-block-ct",
             text_models=("kimi_linear",),
             fused=(*FUSED_MLA, _FUSED_WITH_GATE),
             no_int4=NO_INT4_MLA | {"attention.gate": "vLLM joins it with q_a_proj and kv_a_proj_with_mqa"},
             sglang_prefix=("language_model.model.", "model."),
         ),
-        "kimi_linear": Architecture("kimi_linear", _kimi_linear, fp8="fp8-block", fused=FUSED_MLA, no_int4=NO_INT4_MLA),
+        "kimi_linear": Architecture(
+            "kimi_linear", _kimi_linear, _cache, fp8="fp8-block", fused=FUSED_MLA, no_int4=NO_INT4_MLA
+        ),
     },
 )
