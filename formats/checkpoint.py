@@ -83,7 +83,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config_bytes = read_file(folder / "config.json")
     config = parse_json(config_bytes, folder / "config.json")
     names = sorted((name for name in listed if name.endswith(".safetensors")), key=natural)
-    weight_map, total = _read_index(folder)
+    weight_map, total = read_index(folder)
     for name in sorted(set(weight_map.values()) - set(names)):
         raise CheckpointError(f"{folder}: shard {name}, which {INDEX} names, is missing")
     if not names:
@@ -92,7 +92,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     tensors: dict[str, Stored] = {}
     sizes: dict[str, int] = {}
     for name in names:
-        size, raw = _read_header(folder / name)
+        size, raw = read_header(folder / name)
         sizes[name] = size
         digest.update(json.dumps([name, size]).encode() + hashlib.sha256(raw).digest())
         for key, stored in parse_header(raw, size, name, folder / name):
@@ -106,7 +106,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, config_bytes, tensors, sizes, unindexed, digest.hexdigest())
 
 
-def _read_index(folder: Path) -> tuple[dict[str, str], float | None]:
+def read_index(folder: Path) -> tuple[dict[str, str], float | None]:
+    """The index's map from tensors to shards, and its total_size; an empty map where there is no index."""
     path = folder / INDEX
     if not path.exists():
         return {}, None
@@ -177,8 +178,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def _read_header(path: Path) -> tuple[int, bytes]:
-    """File size and the raw JSON header of a shard."""
+def read_header(path: Path) -> tuple[int, bytes]:
+    """File size and the raw JSON header of a shard. Raises CheckpointError where there is none."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CheckpointError(f"{path}: is no file")

@@ -73,6 +73,8 @@ def _first_rule(rules: Iterable[Rule], spec: TensorSpec) -> int | None:
 def _target(item: Item, rule: Rule, architecture: Architecture) -> Format:
     """The format that a rule gives a tensor; the tensor's own where it is to be left alone."""
     spec, have = item.spec, item.format
+    if rule.format == "fp8" and spec.role == "indexer.wk" and have.name == "fp8-channel":
+        return formats()["bf16"]  # both runtimes decode it when they load, SGLang only from blocks
     if rule.format == "keep" or (rule.format == "fp8" and have.grid.kind == "e4m3"):
         return have
     if rule.format == "bf16":

@@ -51,29 +51,39 @@ def quantization_config(
 
 
 def launch_notes(config: Mapping[str, Any] | None, modules: Sequence[Module], architecture: Architecture) -> list[str]:
-    """What the config cannot say and a command line must, a sentence each.
+    """What the config cannot say and a command line must, a sentence each."""
+    notes = []
+    if differ_unseen(config, modules, architecture):
+        notes.append("SGLang: start with --disable-shared-experts-fusion: shared and routed experts differ in format")
+    if any(module.format == "fp8-tensor" and module.role == "attention.q_a" for module in modules):
+        notes.append("SGLang: takes q_a_proj's scale for kv_a_proj_with_mqa too; FP8 by tensor is right only if equal")
+    if packed_shared(modules, architecture):
+        notes.append("SGLang: cannot load packed INT4 shared experts of this architecture; vLLM can")
+    return notes
 
-    SGLang's GLM classes serve the shared expert as one more routed expert. Where the two differ in format, its weights
-    are garbage without an error, unless fusion is off; for glm_moe_dsa it is, where "Linear" is INT4.
+
+def differ_unseen(config: Mapping[str, Any] | None, modules: Sequence[Module], architecture: Architecture) -> bool:
+    """Whether SGLang would fuse shared and routed experts of different formats, which is garbage without an error.
+
+    Its GLM classes serve the shared expert as one more routed expert, unless fusion is off; for glm_moe_dsa it is,
+    where "Linear" is INT4. Kimi's never do.
     """
-    stored: dict[str, set[str | None]] = {"routed_expert": set(), "shared_expert": set()}
-    for module in modules:
-        if module.role in stored:
-            stored[module.role].add(module.format)
+    routed, shared = (_formats_of(modules, role) for role in ("routed_expert", "shared_expert"))
     groups = ((config or {}).get("config_groups") or {}).values()
     sees = architecture.name == "glm_moe_dsa" and any(
         "Linear" in group["targets"] and group["weights"]["num_bits"] == 4 for group in groups
     )
-    differ = bool(stored["shared_expert"]) and stored["routed_expert"] != stored["shared_expert"]
-    notes = []
-    if architecture.sglang_fuses_shared and differ and not sees:
-        notes.append("SGLang: start with --disable-shared-experts-fusion: shared and routed experts differ in format")
-    if any(module.format == "fp8-tensor" and module.role == "attention.q_a" for module in modules):
-        notes.append("SGLang: takes q_a_proj's scale for kv_a_proj_with_mqa too; FP8 by tensor is right only if equal")
-    packed = any((format_ or "").startswith("int4") for format_ in stored["shared_expert"])
-    if packed and architecture.name != "glm4_moe_lite":
-        notes.append("SGLang: cannot load packed INT4 shared experts of this architecture; vLLM can")
-    return notes
+    return architecture.sglang_fuses_shared and bool(shared) and routed != shared and not sees
+
+
+def packed_shared(modules: Sequence[Module], architecture: Architecture) -> bool:
+    """Packed INT4 shared experts that SGLang cannot load: its DeepSeek and GLM-4.x classes read their `weight`."""
+    packed = any((format_ or "").startswith("int4") for format_ in _formats_of(modules, "shared_expert"))
+    return packed and architecture.name != "glm4_moe_lite"
+
+
+def _formats_of(modules: Sequence[Module], role: str) -> set[str | None]:
+    return {module.format for module in modules if module.role == role}
 
 
 def _unconverted(modules: Sequence[Module], architecture: Architecture) -> list[str]:

@@ -9,14 +9,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..families import Architecture
 from ..formats import formats
 from .naming import PROJECTOR, RUNTIMES, Built, Module, build
 
-#: format name, and why the runtime cannot go on (or "")
-Answer = tuple[str | None, str]
+
+class Refusal(NamedTuple):
+    """Why a runtime cannot go on with a module.
+
+    kind: "unreadable" (the config itself), "parts" (of a fused module disagree), "target" (nothing matches), "layout"
+    (top-level format) or "blocks" (block size of the group with target "Linear"). text: the rest of a sentence.
+    """
+
+    kind: str
+    text: str
+
+
+_MXFP4 = "mxfp4-pack-quantized"
+
+#: format name, and why the runtime cannot go on
+Answer = tuple[str | None, Refusal | None]
 
 
 def resolve(
@@ -27,7 +41,7 @@ def resolve(
     `config` is a `quantization_config` of quant_method fp8 or compressed-tensors, ours or the hub's, or None. A scheme
     that is no format of ours has a name in parentheses. Where the runtime refuses the config, see `check`.
     """
-    answers = _read(config, modules, architecture, runtime)
+    answers = read(config, modules, architecture, runtime)
     return {member.name: format_ for built, (format_, _) in answers for member in built.members}
 
 
@@ -35,9 +49,9 @@ def check(config: Mapping[str, Any] | None, modules: Sequence[Module], architect
     """Where the declared state differs from the disk's, either way and on either runtime, a sentence a role; or []."""
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for runtime in RUNTIMES:
-        for built, (declared, refusal) in _read(config, modules, architecture, runtime):
+        for built, (declared, refusal) in read(config, modules, architecture, runtime):
             for member in built.members:
-                problem = refusal
+                problem = refusal.text if refusal else ""
                 if not refusal and member.format != declared:
                     problem = f"is {_words(member.format)} on disk, but the config makes it {_words(declared)}"
                     if built.kind == "plain":
@@ -61,41 +75,55 @@ def scheme_name(group: Mapping[str, Any], default: str | None) -> str:
         same = all(weights.get(key, value) == value for key, value in item.scheme["weights"].items())
         if same and bool(item.scheme["input_activations"]) == bool(group.get("input_activations")):
             return item.name
-    if layout == "mxfp4-pack-quantized":
+    if layout == _MXFP4:
         return "mxfp4"
-    return f"({weights.get('num_bits')}-bit {weights.get('type')} {weights.get('strategy')}, {layout})"
+    kind = "asymmetric " if weights.get("symmetric") is False else ""
+    return f"({kind}{weights.get('num_bits')}-bit {weights.get('type')} {weights.get('strategy')}, {layout})"
 
 
-def _read(
+def read(
     config: Mapping[str, Any] | None, modules: Sequence[Module], architecture: Architecture, runtime: str
 ) -> list[tuple[Built, Answer]]:
-    readers = {"fp8": _fp8_reader, "compressed-tensors": _ct_reader, "": lambda *_: lambda _: (None, "")}
+    """Every module that a runtime builds, with what the config makes of it there.
+
+    Of a config that cannot be read, every module of the checkpoint is refused, each for itself.
+    """
+    readers = {"fp8": _fp8_reader, "compressed-tensors": _ct_reader, "": lambda *_: lambda _: (None, None)}
     method, refusal = "", ""
     try:
         method = "" if config is None else str(config["quant_method"])
         ask: Callable[[Built], Answer] = readers[method](config or {}, runtime)
+        if runtime == "vllm" and architecture.name == "kimi_k3" and (config or {}).get("format") == _MXFP4:
+            # models/config.py, KimiK3ForConditionalGenerationConfig: quant_method becomes mxfp4, experts and no Linear
+            ask = _mxfp4_experts
     except KeyError as error:
         refusal = f"is declared by a quantization_config with an unknown {error}; fp8 and compressed-tensors are read"
     except (AttributeError, TypeError, ValueError, re.error) as error:
         refusal = f"is declared by a quantization_config that cannot be read: {error}"
     if refusal:
-        return [(Built(module.name, "linear", (module,)), (None, refusal)) for module in modules]
+        unreadable = Refusal("unreadable", refusal)
+        return [(Built(module.name, "linear", (module,)), (None, unreadable)) for module in modules]
     fixed: dict[str, Callable[[Built], Answer]] = {
-        "plain": lambda _: (None, ""),
-        "free": lambda built: (built.members[0].format, ""),
+        "plain": lambda _: (None, None),
+        "free": lambda built: (built.members[0].format, None),
     }
     return [(built, fixed.get(built.kind, ask)(built)) for built in build(modules, architecture, runtime, method)]
+
+
+def _mxfp4_experts(built: Built) -> Answer:
+    """vLLM's Mxfp4Config: routed experts, whatever the lists say."""
+    return "mxfp4" if built.kind == "experts" else None, None
 
 
 def _words(format_: str | None) -> str:
     return format_ or "unquantized"
 
 
-def _agreed(values: list[Any], name: str) -> tuple[Any, str]:
+def _agreed(values: list[Any], name: str) -> tuple[Any, Refusal | None]:
     """What all parts of a module have in common."""
     if all(value == values[0] for value in values):
-        return values[0], ""
-    return None, f"is part of {name}, and the config treats the parts of that module differently"
+        return values[0], None
+    return None, Refusal("parts", f"is part of {name}, and the config treats the parts of that module differently")
 
 
 def _fp8_reader(config: Mapping[str, Any], runtime: str) -> Callable[[Built], Answer]:
@@ -120,9 +148,9 @@ def _fp8_reader(config: Mapping[str, Any], runtime: str) -> Callable[[Built], An
         return any(".".join(path[i:j]) in exact for i in range(len(path)) for j in range(i + 1, len(path) + 1))
 
     def ask(built: Built) -> Answer:
-        refusal = ""
+        refusal = None
         if built.kind == "named":
-            return None, ""
+            return None, None
         if built.kind == "linear" and built.parts:
             skipped = runtime == "vllm" and matches(built.name)
             if not skipped:
@@ -155,7 +183,7 @@ def _ct_reader(config: Mapping[str, Any], runtime: str) -> Callable[[Built], Ans
         return next((target for target in groups if names[target].match(name)), None)
 
     def ask_one(name: str, parts: tuple[str, ...] = ()) -> Answer:
-        ignored, refusal = ignore.match(name), ""
+        ignored, refusal = ignore.match(name), None
         if parts and (not ignored if vllm else name not in ignore.plain):
             ignored, refusal = _agreed([ignore.match(part) for part in parts], name)
         if ignored or refusal:
@@ -164,8 +192,8 @@ def _ct_reader(config: Mapping[str, Any], runtime: str) -> Callable[[Built], Ans
         by_parts = hits[0] if all(hits) and hits else None
         target = by_name(name) or (by_parts or by_class if vllm else by_class or by_parts)
         if target is None:
-            return None, "" if vllm else "matches no target, which SGLang refuses"
-        return schemes[target], ""
+            return None, None if vllm else Refusal("target", "matches no target, which SGLang refuses")
+        return schemes[target], None
 
     def ask(built: Built) -> Answer:
         if built.kind == "named":
@@ -174,22 +202,25 @@ def _ct_reader(config: Mapping[str, Any], runtime: str) -> Callable[[Built], Ans
                 if ignore.match(built.name)
                 else next((target for target in groups if _Names((target,), suffix=not vllm).match(built.name)), None)
             )
-            return schemes[found] if found else None, ""
+            return schemes[found] if found else None, None
         if built.kind == "experts":
             answers = [ask_one(part) for part in built.parts]
             declared, refusal = _agreed(answers, built.name)
             declared, refusal = (declared[0], declared[1]) if declared else (None, refusal)
             if not vllm and (declared or "").startswith("int4") and layout != "pack-quantized":
-                refusal = f'needs the top-level format "pack-quantized" on SGLang, which is {layout!r}'
+                text = f'needs the top-level format "pack-quantized" on SGLang, which is {layout!r}'
+                refusal = Refusal("layout", text)
             return declared, refusal
         declared, refusal = ask_one(built.name, built.parts)
         # SGLang takes the block size of merged scales and of kv_b_proj from the group whose target is "Linear".
         merged = len(built.members) > 1 and not built.name.endswith("_with_mqa")
         kv_b = built.members[0].role == "attention.kv_b"
         if not vllm and ((merged or kv_b) and declared == "fp8-block-ct") and block is None:
-            refusal = 'is FP8 in blocks, which SGLang loads only where the group of target "Linear" is too'
+            text = 'is FP8 in blocks, which SGLang loads only where the group of target "Linear" is too'
+            refusal = Refusal("blocks", text)
         if not vllm and kv_b and declared == "fp8-channel" and block is not None:
-            refusal = 'is FP8 by channel, which SGLang takes for blocks as the group of target "Linear" is'
+            text = 'is FP8 by channel, which SGLang takes for blocks as the group of target "Linear" is'
+            refusal = Refusal("blocks", text)
         return declared, refusal
 
     return ask

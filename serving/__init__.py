@@ -1,0 +1,1 @@
+"""Does it load, and how: static rules, the runtimes themselves, and the pair as it is served."""
