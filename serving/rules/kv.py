@@ -89,7 +89,8 @@ def _dtype(survey: Survey, at: Deployment) -> Iterator[Fact]:
     if at.sm // 10 not in (9, 10):  # kv_layout knows Hopper and Blackwell
         return
     runtime, name = RUNTIME_NAMES[at.runtime], f"--kv-cache-dtype {at.kv_dtype}"
-    layout = kv_layout(survey.model, at, "decode")
+    layouts = [kv_layout(survey.model, at, phase) for phase in ("decode", "prefill")]
+    layout = next((each for each in layouts if not each.refusal), layouts[0])  # some backends serve one phase only
     if layout.refusal:
         yield Fact(name, f"{layout.refusal}; change the command line")
     elif at.page_size is not None and layout.page not in (None, at.page_size):

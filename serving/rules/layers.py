@@ -20,7 +20,7 @@ def _shared(survey: Survey, at: Deployment) -> Iterator[Fact]:
     name = next((module.name for module in matrices if module.role == "shared_expert"), "shared experts")
     if fused and differ_unseen(survey.quantization, matrices, architecture):
         message = "has another format than the routed experts, among which SGLang serves it: garbage;"
-        yield Fact(name, f"{message} start SGLang with --disable-shared-experts-fusion")
+        yield Fact(name, f"{message} start SGLang with --disable-shared-experts-fusion (here: --no-shared-fusion)")
     elif not fused and packed_shared(matrices, architecture):
         yield Fact(name, "is packed INT4, and SGLang reads its `weight`: it stops; store it in BF16 or FP8", "error")
 
