@@ -1,16 +1,20 @@
-"""What the command line draws: tables, progress, one-line sentences. Beside cli.py the only file that knows rich."""
+"""What the command line draws: tables, progress, one-line sentences. The only file that knows rich."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .quantize.convert import Result
-    from .quantize.plan import Plan
+    from ..quantize.convert import Result
+    from ..quantize.plan import Plan
+    from ..serving.deployment import Finding
+    from ..serving.launch import Launch
+    from ..serving.load import Loaded
 
 
 def size(nbytes: float) -> str:
@@ -21,16 +25,16 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def plan(made: Plan) -> None:
-    """What a conversion would write."""
-    from .quantize.summary import transitions
+def plan(made: Plan, tp: Mapping[str, int]) -> None:
+    """What a conversion would write. tp: runtime -> largest tensor-parallel size."""
+    from ..quantize.summary import transitions
 
     before, after = made.checkpoint.total_size, made.output_bytes
     say(f"{made.checkpoint.folder}: {made.family} ({made.architecture})")
     share = f"{after / before:.0%} of {before:,}"
     print(f"{made.recipe.name}: {after:,} bytes ({after / 2**30:,.2f} GiB), {share}")
     print(f"{len(made.weight_map):,} tensors in {len(made.shards):,} shards")
-    for note in made.notes:
+    for note in (*made.notes, limits(tp)):
         say(f"note: {note}")
     rows = [
         [t.role, f"{t.units:,}", t.source, size(t.source_bytes), t.action, t.target, size(t.bytes)]
@@ -39,9 +43,15 @@ def plan(made: Plan) -> None:
     table(["role", "units", "from", "size", "", "to", "size"], rows, "lrlrllr")
 
 
+def limits(tp: Mapping[str, int]) -> str:
+    """Largest tensor-parallel sizes in words."""
+    words = [f"{RUNTIMES[name]} {f'TP{limit}' if limit else 'not at all'}" for name, limit in tp.items()]
+    return f"loads up to {', '.join(words)} (experts cut over the ranks)"
+
+
 def result(done: Result, out: str) -> None:
     """What a conversion has written, and how exact it is."""
-    from .quantize.summary import transitions
+    from ..quantize.summary import transitions
 
     made = done.plan
     rows = []
@@ -57,6 +67,68 @@ def result(done: Result, out: str) -> None:
     before = f", {done.resumed_shards} of {len(made.shards)} shards were done before" if done.resumed_shards else ""
     took = f"{done.wall_seconds:.1f} s, codec {done.backend}, peak memory {size(done.peak_rss_bytes)}"
     say(f"{out}: {size(made.output_bytes)} in {took}{before}")
+
+
+RUNTIMES = {"vllm": "vLLM", "sglang": "SGLang", "both": "vLLM and SGLang"}
+#: what a severity means to whoever reads it
+WORDS = {"error": "refuses to load", "silent": "loads it wrong, without an error", "warning": "works, but worse"}
+
+
+def findings(found: list[Finding]) -> None:
+    """What is wrong with a checkpoint or a pair: what will happen and where, then the sentence."""
+    for finding in found:
+        runtime = (
+            "vLLM and SGLang" if finding.runtime == "both" else {"vllm": "vLLM", "sglang": "SGLang"}[finding.runtime]
+        )
+        say(f"{finding.rule} {runtime}: {WORDS[finding.severity]}: {finding.subject}")
+        print(f"    {clean(finding.message)}")
+
+
+def loaded(artifact: str, done: Loaded) -> None:
+    """What a runtime made of an artifact."""
+    proven = "" if done.proven else ", unproven with this phasefold"
+    say(
+        f"{done.runtime} {done.version}{proven}: {done.mode or 'load'} of {artifact} as {done.model_class or 'nothing'}"
+    )
+    for name, many in (("missing", done.missing), ("not taken", done.unexpected), ("optional", done.optional)):
+        for item in many[:10]:
+            say(f"{name}: {item}")
+        if len(many) > 10:
+            print(f"{name}: {len(many) - 10:,} more")
+    for line in (*done.notes, *(f"log: {line}" for line in done.log[:10])):
+        say(line)
+    if done.methods:
+        say("kernels: " + ", ".join(f"{name} x {count}" for name, count in done.methods.items()))
+    for what, text in (("gap of the runtime", done.gap), ("refused", done.refused), ("text", done.text)):
+        if text:
+            say(f"{what}: {text}")
+    took = f"{done.tensors:,} tensors, {done.wall_seconds:.1f} s, peak memory {size(done.peak_rss_bytes)}"
+    say(f"{artifact}: {'ok' if done.ok else 'NOT ok'} ({took})")
+
+
+def served(result: Mapping[str, Any], prompts: list[str]) -> None:
+    """What a pair made of some prompts, and how near it is to prefill alone and to the source."""
+    for prompt, text in zip(prompts, result["text"], strict=True):
+        say(f"{prompt} | {text}")
+    rows = [["prefill alone", result["top1_agreement"], result["mean_kl"]]]
+    if against := result["source"]:
+        rows.append(["source", against["top1_agreement"], against["mean_kl"]])
+    table(["against", "same token", "mean KL"], [[name, f"{same:.1%}", f"{kl:.5f}"] for name, same, kl in rows], "lrr")
+    kept, checks = result["kv_bytes_per_token"], result["counters"]
+    print(f"KV bytes a token: {kept['prefill']:,} prefill, {kept['decode']:,} decode")
+    print(f"{result['tokens']:,} tokens compared")
+    print(f"page tags: {checks['checks']:,} compared, {checks['mismatches']:,} wrong")
+    for error in result["errors"]:
+        say(f"stopped: {error}")
+
+
+def launch(made: Launch) -> None:
+    """Command lines to copy, each flag's reason below."""
+    for name, command in (("prefill", made.prefill), ("decode", made.decode), ("router", made.router)):
+        if command:
+            print(f"# {name}\n{clean(shlex.join(command))}\n")
+    for note in made.notes:
+        say(f"{note.pool}: {note.flag}: {note.reason}")
 
 
 def table(header: list[str], rows: list[list[str]], align: str) -> None:

@@ -1,0 +1,114 @@
+"""What the verbs share: arguments that several take, opening a source, sizes, clean ends."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from ..errors import CheckpointError
+from . import draw
+
+if TYPE_CHECKING:
+    from ..formats.checkpoint import Checkpoint
+    from ..quantize.plan import Plan
+
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a Kimi or GLM checkpoint.")]
+RecipeName = Annotated[
+    str, typer.Option("--recipe", "-r", help="Name of a recipe that ships, or path of a .toml file.")
+]
+
+
+class MtpChoice(StrEnum):
+    """recipes.MTP, for the help text."""
+
+    quantize = "quantize"
+    keep = "keep"
+    drop = "drop"
+
+
+Mtp = Annotated[
+    MtpChoice | None,
+    typer.Option(help="MTP layers: quantized by the rules, kept or dropped; else as the recipe says."),
+]
+ShardSize = Annotated[str, typer.Option(help="Largest size of an output shard, with a unit: 5GB, 4GiB.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Workers = Annotated[int | None, typer.Option(min=1, max=256, help="Threads; as many as there are cores if not given.")]
+
+
+def open_source(source: str) -> Checkpoint:
+    from ..formats.checkpoint import open_checkpoint
+
+    if not os.path.exists(source) and re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", source):
+        raise CheckpointError(f"{source}: no such folder; download the repo first, this version reads folders only")
+    return open_checkpoint(Path(source))
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def planned(source: str, recipe: str, mtp: str | None, shard_size: str) -> Plan:
+    from dataclasses import replace
+
+    from ..quantize.plan import make_plan
+    from ..recipes import load
+
+    wanted = load(recipe)
+    if mtp is not None:
+        wanted = replace(wanted, mtp=str(mtp))
+    gc.disable()  # a plan is a million small values without a cycle: the collector would double its time
+    made = make_plan(open_source(source), wanted, size_of(shard_size))
+    gc.freeze()
+    gc.enable()
+    return made
+
+
+def tp_limits(made: Plan) -> dict[str, int]:
+    """Runtime -> the largest tensor-parallel size at which it can load what the plan will write."""
+    from ..serving.rules import largest_tp
+    from ..serving.survey import survey_plan
+
+    seen = survey_plan(made)
+    return {runtime: largest_tp(seen, runtime) for runtime in ("vllm", "sglang")}
+
+
+def size_of(text: str) -> int:
+    """A size with its unit: GB = 10^9, GiB = 2^30."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([kKMGT]?)(i?)B", text.strip())
+    step = 1024 if match and match[3] else 1000
+    value = round(float(match[1]) * step ** " KMGT".index(match[2].upper() or " ")) if match else 0
+    if value < 1:
+        raise typer.BadParameter(f"{text!r} is no size; write 5GB or 4GiB")
+    return value
+
+
+@contextmanager
+def ends_cleanly(sentence: str) -> Iterator[None]:
+    """End with one sentence on SIGINT, and on SIGTERM, which batch systems send."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail(sentence, 130)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def fail(message: str, code: int) -> NoReturn:
+    print(f"phasefold: {draw.clean(message)}", file=sys.stderr)
+    raise SystemExit(code)

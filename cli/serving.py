@@ -1,0 +1,257 @@
+"""The verbs about serving: check (static rules), load (the runtimes themselves), pair, launch."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import draw
+from .options import Json, ends_cleanly, print_json
+
+if TYPE_CHECKING:
+    from ..serving.deployment import Deployment, Finding
+
+
+class Server(StrEnum):
+    """A serving runtime."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+
+
+class Runtime(StrEnum):
+    """What `load` can load into."""
+
+    reference = "reference"
+    transformers = "transformers"
+    vllm = "vllm"
+    sglang = "sglang"
+
+
+class Mode(StrEnum):
+    """How a serving runtime is asked."""
+
+    dry = "dry"
+    reference = "reference"
+    real = "real"
+
+
+Artifact = Annotated[str, typer.Argument(metavar="ARTIFACT", help="Folder of a checkpoint, ours or anybody's.")]
+Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")]
+Ep = Annotated[
+    int, typer.Option(min=1, help="Expert-parallel size; must divide tp. Equal to it: whole experts a rank.")
+]
+Sm = Annotated[int, typer.Option(help="Compute capability: 90 for Hopper, 100 for Blackwell.")]
+Prefill = Annotated[str, typer.Argument(metavar="PREFILL", help="Folder that the prefill pool serves.")]
+Decode = Annotated[str, typer.Argument(metavar="DECODE", help="Folder that the decode pool serves.")]
+PoolTp = Annotated[int | None, typer.Option(min=1, help="Where this pool's differs from --tp.")]
+PageSize = Annotated[int | None, typer.Option(min=1, help="KV page (block) size, where you give one.")]
+Backend = Annotated[str | None, typer.Option(help="Attention backend, where you give one.")]
+UseMtp = Annotated[bool, typer.Option("--mtp", help="Speculative decoding with the MTP layer, in both pools.")]
+KvDtype = Annotated[str, typer.Option("--kv-dtype", help="The KV dtype as it will be given to the runtime.")]
+
+
+def check(
+    artifact: Artifact,
+    runtime: Annotated[Server | None, typer.Option(help="Only this runtime; else both.")] = None,
+    tp: Tp = 1,
+    ep: Ep = 1,
+    sm: Sm = 90,
+    kv_dtype: KvDtype = "auto",
+    page_size: PageSize = None,
+    attention_backend: Backend = None,
+    shared_fusion: Annotated[
+        bool, typer.Option(help="SGLang may fuse shared experts (no --disable-shared-experts-fusion).")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Will vLLM and SGLang load this, and load it right? Reads headers and config only; exits 3 where not."""
+    from ..serving.deployment import Deployment
+    from ..serving.rules import check as judge
+    from ..serving.rules import largest_tp
+    from ..serving.survey import survey
+
+    names = [str(runtime)] if runtime else ["vllm", "sglang"]
+    gc.disable()  # see options.planned
+    seen = survey(Path(artifact))
+    plans = [
+        Deployment(name, tp, ep, sm, kv_dtype, page_size, attention_backend, shared_fusion=shared_fusion)
+        for name in names
+    ]
+    findings = judge(seen, plans)
+    limits = {name: largest_tp(seen, name, sm) for name in names}
+    told(artifact, findings, as_json, {"largest_tp": limits})
+
+
+def load(
+    artifact: Artifact,
+    runtime: Annotated[Runtime, typer.Option(help="What to load it into.")] = Runtime.reference,
+    mode: Annotated[
+        Mode | None,
+        typer.Option(help="vllm, sglang: dry (their loader, no GPU), reference (decoded weights), real (needs a GPU)."),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="Interpreter that has the runtime; else this one's, or that of `make runtimes`.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 16,
+    tp: Tp = 1,
+    sm: Sm = 90,
+    data: Annotated[
+        bool, typer.Option("--data", help="Dry load with the weights read, not from headers only.")
+    ] = False,
+    kv_dtype: KvDtype = "auto",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it is stopped.")] = 1800.0,
+    as_json: Json = False,
+) -> None:
+    """Really load it, in a process of its own, and account for every tensor; exits 3 where that fails."""
+    from ..serving.load import load as carry_out
+
+    interpreter = Path(python) if python else None
+    with ends_cleanly("interrupted"):
+        done = carry_out(
+            Path(artifact), str(runtime), mode=mode and str(mode), python=interpreter, prompt=prompt, tokens=tokens,
+            tp=tp, sm=sm, data=data, kv_dtype=kv_dtype, timeout=timeout,
+        )  # fmt: skip
+    if as_json:
+        print_json({"ok": done.ok, **asdict(done)})
+    else:
+        draw.loaded(artifact, done)
+    if not done.ok:
+        raise typer.Exit(3)
+
+
+def pair(
+    prefill: Prefill,
+    decode: Decode,
+    runtime: Annotated[Server | None, typer.Option(help="Judge for this runtime only; else for both.")] = None,
+    tp: Tp = 1,
+    prefill_tp: PoolTp = None,
+    decode_tp: PoolTp = None,
+    ep: Ep = 1,
+    sm: Sm = 90,
+    kv_dtype: KvDtype = "bfloat16",
+    page_size: PageSize = None,
+    attention_backend: Backend = None,
+    mtp: UseMtp = False,
+    run: Annotated[bool, typer.Option("--run", help="Serve prompts through both, on this machine.")] = False,
+    source: Annotated[str | None, typer.Option(help="With --run: compare with this checkpoint as well.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="With --run: a prompt; may be given several times.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="With --run: tokens to generate for each prompt.")] = 32,
+    device: Annotated[str, typer.Option(help="With --run: where, as torch names it.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Do two artifacts belong together as the pools of one service? With --run they are served as a pair."""
+    from ..serving.belong import belong
+
+    names = [str(runtime)] if runtime else ["vllm", "sglang"]
+    findings: list[Finding] = []
+    for name in names:
+        pools = _pools(name, tp, prefill_tp, decode_tp, ep, sm, kv_dtype, page_size, attention_backend, mtp)
+        findings += belong(Path(prefill), Path(decode), *pools)
+    more: dict[str, Any] = {}
+    if run and not any(finding.severity == "silent" for finding in findings):
+        from ..serving.pair import serve
+
+        layout = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8_e4m3"}.get(kv_dtype, kv_dtype)
+        with ends_cleanly("interrupted"):
+            more = serve(
+                Path(prefill), Path(decode), prompt or list(PROMPTS), tokens=tokens, kv=layout,
+                source=Path(source) if source else None, page_size=page_size or 64, device=device,
+            )  # fmt: skip
+        if not as_json:
+            draw.served(more, prompt or list(PROMPTS))
+    told(f"{prefill} + {decode}", merged(findings), as_json, more)
+
+
+#: what `pair --run` is asked where no prompt is given: the trained examples know such text
+PROMPTS = ("Return the number of", "Create a new file", "If the argument is", "Raise an error when")
+
+
+def launch(
+    prefill: Prefill,
+    decode: Decode,
+    runtime: Annotated[Server, typer.Option(help="Which runtime serves the pools.")],
+    tp: Tp = 1,
+    prefill_tp: PoolTp = None,
+    decode_tp: PoolTp = None,
+    ep: Ep = 1,
+    sm: Sm = 90,
+    kv_dtype: KvDtype = "auto",
+    page_size: PageSize = None,
+    attention_backend: Backend = None,
+    mtp: UseMtp = False,
+    mount: Annotated[str, typer.Option(help="Path under which each pool sees its artifact.")] = "/model",
+    transfer: Annotated[str, typer.Option(help="What moves the KV cache: nixl or mooncake.")] = "nixl",
+    prefill_host: Annotated[str, typer.Option(help="Address of the prefill pool, as others reach it.")] = "127.0.0.1",
+    decode_host: Annotated[str, typer.Option(help="Address of the decode pool, as others reach it.")] = "127.0.0.1",
+    served_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest text, in tokens.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The exact commands for both pools, and why each flag; refused (exit 3) where a rule finds something wrong."""
+    from ..serving.launch import Where
+    from ..serving.launch import launch as commands
+
+    pools = _pools(str(runtime), tp, prefill_tp, decode_tp, ep, sm, kv_dtype, page_size, attention_backend, mtp)
+    where = Where(
+        mount=mount, transfer=transfer, prefill_host=prefill_host, decode_host=decode_host,
+        served_name=served_name, max_model_len=max_model_len,
+    )  # fmt: skip
+    made = commands(Path(prefill), Path(decode), *pools, where)
+    notes = [note._asdict() for note in made.notes]
+    if not as_json:
+        draw.launch(made)
+    keys = {"prefill": made.prefill, "decode": made.decode, "router": made.router, "notes": notes}
+    told(f"{prefill} + {decode}", made.findings, as_json, keys)
+
+
+def _pools(
+    runtime: str,
+    tp: int,
+    prefill_tp: int | None,
+    decode_tp: int | None,
+    ep: int,
+    sm: int,
+    kv_dtype: str,
+    page_size: int | None,
+    attention_backend: str | None,
+    mtp: bool,
+) -> tuple[Deployment, Deployment]:
+    from ..serving.deployment import Deployment
+
+    first, second = (
+        Deployment(runtime, ranks, ep if ranks == tp else 1, sm, kv_dtype, page_size, attention_backend, mtp=mtp)
+        for ranks in (prefill_tp or tp, decode_tp or tp)
+    )
+    return first, second
+
+
+def merged(findings: list[Finding]) -> list[Finding]:
+    """What both runtimes say in the same words is one finding, of runtime "both"."""
+    told: dict[Finding, set[str]] = {}
+    for finding in findings:
+        told.setdefault(finding._replace(runtime=""), set()).add(finding.runtime)
+    return [key._replace(runtime=names.pop() if len(names) == 1 else "both") for key, names in told.items()]
+
+
+def told(artifact: str, findings: list[Finding], as_json: bool, more: dict[str, Any]) -> None:
+    """Show findings; exit 3 where one of them is more than a warning."""
+    fatal = [finding for finding in findings if finding.severity != "warning"]
+    if as_json:
+        print_json({"ok": not fatal, "findings": [finding._asdict() for finding in findings], **more})
+    else:
+        draw.findings(findings)
+        if limits := more.get("largest_tp"):
+            print(draw.limits(limits))
+        warnings = len(findings) - len(fatal)
+        also = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
+        verdict = f"NOT ok, {len(fatal)} finding{'s' if len(fatal) > 1 else ''}" if fatal else "ok"
+        draw.say(f"{artifact}: {verdict}{also}")
+    if fatal:
+        raise typer.Exit(3)
