@@ -25,9 +25,9 @@ from phasefold.quantize.convert import convert
 from phasefold.quantize.plan import make_plan
 from phasefold.recipes import load
 from phasefold.serving.paged.engine import Engine, Request
-from phasefold.serving.pair import Pair, agreement
 from phasefold.serving.paged.rows import Scales
 from phasefold.serving.paged.weights import Loaded, load_model
+from phasefold.serving.pair import Pair, agreement
 
 LAYOUTS = (("bf16", False), ("fp8_e4m3", False), ("fp8_e4m3", True), ("fp8_ds_mla", False))
 BLOCK, PAGE = 256, 64

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..quantize.plan import Plan
     from ..serving.deployment import Finding
     from ..serving.launch import Launch
-    from ..serving.load import Loaded
+    from ..serving.runtimes.load import Loaded
 
 
 def size(nbytes: float) -> str:
@@ -113,7 +113,8 @@ def served(result: Mapping[str, Any], prompts: list[str]) -> None:
     rows = [["prefill alone", result["top1_agreement"], result["mean_kl"]]]
     if against := result["source"]:
         rows.append(["source", against["top1_agreement"], against["mean_kl"]])
-    table(["against", "same token", "mean KL"], [[name, f"{same:.1%}", f"{kl:.5f}"] for name, same, kl in rows], "lrr")
+    told = [[name, f"{same:.1%}", f"{kl:.5f}"] if same is not None else [name, "-", "-"] for name, same, kl in rows]
+    table(["against", "same token", "mean KL"], told, "lrr")
     kept, checks = result["kv_bytes_per_token"], result["counters"]
     print(f"KV bytes a token: {kept['prefill']:,} prefill, {kept['decode']:,} decode")
     print(f"{result['tokens']:,} tokens compared")

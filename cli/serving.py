@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -50,8 +51,12 @@ Sm = Annotated[int, typer.Option(help="Compute capability: 90 for Hopper, 100 fo
 Prefill = Annotated[str, typer.Argument(metavar="PREFILL", help="Folder that the prefill pool serves.")]
 Decode = Annotated[str, typer.Argument(metavar="DECODE", help="Folder that the decode pool serves.")]
 PoolTp = Annotated[int | None, typer.Option(min=1, help="Where this pool's differs from --tp.")]
+PoolEp = Annotated[int | None, typer.Option(min=1, help="Where this pool's differs from --ep.")]
 PageSize = Annotated[int | None, typer.Option(min=1, help="KV page (block) size, where you give one.")]
 Backend = Annotated[str | None, typer.Option(help="Attention backend, where you give one.")]
+SharedFusion = Annotated[
+    bool, typer.Option(help="SGLang may fuse shared experts (it runs without --disable-shared-experts-fusion).")
+]
 UseMtp = Annotated[bool, typer.Option("--mtp", help="Speculative decoding with the MTP layer, in both pools.")]
 KvDtype = Annotated[str, typer.Option("--kv-dtype", help="The KV dtype as it will be given to the runtime.")]
 
@@ -65,9 +70,7 @@ def check(
     kv_dtype: KvDtype = "auto",
     page_size: PageSize = None,
     attention_backend: Backend = None,
-    shared_fusion: Annotated[
-        bool, typer.Option(help="SGLang may fuse shared experts (no --disable-shared-experts-fusion).")
-    ] = True,
+    shared_fusion: SharedFusion = True,
     as_json: Json = False,
 ) -> None:
     """Will vLLM and SGLang load this, and load it right? Reads headers and config only; exits 3 where not."""
@@ -106,17 +109,18 @@ def load(
         bool, typer.Option("--data", help="Dry load with the weights read, not from headers only.")
     ] = False,
     kv_dtype: KvDtype = "auto",
+    shared_fusion: SharedFusion = True,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it is stopped.")] = 1800.0,
     as_json: Json = False,
 ) -> None:
     """Really load it, in a process of its own, and account for every tensor; exits 3 where that fails."""
-    from ..serving.load import load as carry_out
+    from ..serving.runtimes.load import load as carry_out
 
     interpreter = Path(python) if python else None
     with ends_cleanly("interrupted"):
         done = carry_out(
             Path(artifact), str(runtime), mode=mode and str(mode), python=interpreter, prompt=prompt, tokens=tokens,
-            tp=tp, sm=sm, data=data, kv_dtype=kv_dtype, timeout=timeout,
+            tp=tp, sm=sm, data=data, kv_dtype=kv_dtype, shared_fusion=shared_fusion, timeout=timeout,
         )  # fmt: skip
     if as_json:
         print_json({"ok": done.ok, **asdict(done)})
@@ -134,6 +138,8 @@ def pair(
     prefill_tp: PoolTp = None,
     decode_tp: PoolTp = None,
     ep: Ep = 1,
+    prefill_ep: PoolEp = None,
+    decode_ep: PoolEp = None,
     sm: Sm = 90,
     kv_dtype: KvDtype = "bfloat16",
     page_size: PageSize = None,
@@ -152,10 +158,15 @@ def pair(
     names = [str(runtime)] if runtime else ["vllm", "sglang"]
     findings: list[Finding] = []
     for name in names:
-        pools = _pools(name, tp, prefill_tp, decode_tp, ep, sm, kv_dtype, page_size, attention_backend, mtp)
+        pools = _pools(
+            name, tp, prefill_tp, decode_tp, ep, prefill_ep, decode_ep, sm, kv_dtype, page_size, attention_backend, mtp
+        )
         findings += belong(Path(prefill), Path(decode), *pools)
     more: dict[str, Any] = {}
-    if run and not any(finding.severity == "silent" for finding in findings):
+    garbage = [finding for finding in findings if finding.severity == "silent"]
+    if run and garbage:
+        print(f"not served: {garbage[0].rule} says that the answer would be garbage", file=sys.stderr)
+    elif run:
         from ..serving.pair import serve
 
         layout = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8_e4m3"}.get(kv_dtype, kv_dtype)
@@ -181,6 +192,8 @@ def launch(
     prefill_tp: PoolTp = None,
     decode_tp: PoolTp = None,
     ep: Ep = 1,
+    prefill_ep: PoolEp = None,
+    decode_ep: PoolEp = None,
     sm: Sm = 90,
     kv_dtype: KvDtype = "auto",
     page_size: PageSize = None,
@@ -198,7 +211,20 @@ def launch(
     from ..serving.launch import Where
     from ..serving.launch import launch as commands
 
-    pools = _pools(str(runtime), tp, prefill_tp, decode_tp, ep, sm, kv_dtype, page_size, attention_backend, mtp)
+    pools = _pools(
+        str(runtime),
+        tp,
+        prefill_tp,
+        decode_tp,
+        ep,
+        prefill_ep,
+        decode_ep,
+        sm,
+        kv_dtype,
+        page_size,
+        attention_backend,
+        mtp,
+    )
     where = Where(
         mount=mount, transfer=transfer, prefill_host=prefill_host, decode_host=decode_host,
         served_name=served_name, max_model_len=max_model_len,
@@ -217,6 +243,8 @@ def _pools(
     prefill_tp: int | None,
     decode_tp: int | None,
     ep: int,
+    prefill_ep: int | None,
+    decode_ep: int | None,
     sm: int,
     kv_dtype: str,
     page_size: int | None,
@@ -226,8 +254,8 @@ def _pools(
     from ..serving.deployment import Deployment
 
     first, second = (
-        Deployment(runtime, ranks, ep if ranks == tp else 1, sm, kv_dtype, page_size, attention_backend, mtp=mtp)
-        for ranks in (prefill_tp or tp, decode_tp or tp)
+        Deployment(runtime, ranks, experts, sm, kv_dtype, page_size, attention_backend, mtp=mtp)
+        for ranks, experts in ((prefill_tp or tp, prefill_ep or ep), (decode_tp or tp, decode_ep or ep))
     )
     return first, second
 

@@ -77,9 +77,9 @@ def differ_unseen(config: Mapping[str, Any] | None, modules: Sequence[Module], a
 
 
 def packed_shared(modules: Sequence[Module], architecture: Architecture) -> bool:
-    """Packed INT4 shared experts that SGLang cannot load: its DeepSeek and GLM-4.x classes read their `weight`."""
+    """Packed INT4 shared experts that SGLang cannot load unfused: its GLM-4.x class reads their `weight`."""
     packed = any((format_ or "").startswith("int4") for format_ in _formats_of(modules, "shared_expert"))
-    return packed and architecture.name != "glm4_moe_lite"
+    return packed and architecture.name == "glm4_moe"
 
 
 def _formats_of(modules: Sequence[Module], role: str) -> set[str | None]:
@@ -95,10 +95,11 @@ def _unconverted(modules: Sequence[Module], architecture: Architecture) -> list[
     for runtime in RUNTIMES:
         for built in build(modules, architecture, runtime, "fp8"):
             first = built.members[0]
-            if built.kind not in ("linear", "experts") or any(member.format for member in built.members):
+            # "free": SGLang's DSA class takes indexer.wk for a Linear where the config lacks `indexer_rope_interleave`
+            if built.kind not in ("linear", "experts", "free") or any(member.format for member in built.members):
                 continue
             names.add(built.name)
-            if built.kind == "linear":
+            if built.kind != "experts":
                 names.update(runtime_name(member, architecture, runtime) for member in built.members)
             else:
                 names.add(first.name.partition(".experts.")[0] + ".experts")

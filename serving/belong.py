@@ -18,6 +18,7 @@ from ..formats.manifest import Manifest, read_manifest
 from .deployment import Deployment, Finding
 from .identity import Norms, differing_norms, differing_side_files, folded, kv_scales
 from .kv_layout import KVLayout, is_mla, kv_layout, kv_scheme
+from .samples import ONE_MORE, compare_weights
 
 # What config.json says of where it comes from, how it was trained or how it is stored, and nothing of the model.
 _IRRELEVANT = frozenset(
@@ -29,6 +30,9 @@ _IRRELEVANT = frozenset(
 )
 # Where a config lacks a key that the other has, these may not be taken for a default: they place or choose tokens.
 _STRICT = ("index", "partial_rotary", "mlp_layer_types", "layer_types", "linear_attn", "scoring", "topk", "n_group")
+
+# Relative distance of weights that no quantizer to four bits explains.
+_UNLIKE = 0.35
 
 
 class _Pool(NamedTuple):
@@ -222,7 +226,7 @@ def _d4_scales(first: _Pool, second: _Pool, norms: Norms) -> Iterator[Finding]:
 
 
 def _d5_identity(first: _Pool, second: _Pool, norms: Norms) -> Iterator[Finding]:
-    """Made from the same weights? Manifests name their source; tensors that both hold unquantized must be equal."""
+    """Made from the same weights? Manifests name their source, norms must be equal, and weights but for rounding."""
     pools = (first, second)
     for pool in pools:
         if pool.trouble:
@@ -233,7 +237,11 @@ def _d5_identity(first: _Pool, second: _Pool, norms: Norms) -> Iterator[Finding]
         return
     sources = [str(pool.manifest.source.get("digest")) if pool.manifest else "" for pool in pools]
     identities = [{pool.checkpoint.digest, source} - {""} for pool, source in zip(pools, sources, strict=True)]
-    if identities[0] & identities[1] or first.trouble or second.trouble:
+    one_source = bool(identities[0] & identities[1])
+    if found := _other_weights(first, second, one_source):
+        yield found
+        return
+    if one_source or first.trouble or second.trouble:
         return
     if all(sources):
         names = " and ".join(str(pool.manifest.source.get("name")) for pool in pools if pool.manifest)
@@ -246,6 +254,32 @@ def _d5_identity(first: _Pool, second: _Pool, norms: Norms) -> Iterator[Finding]
         f"cannot be shown to come from one source: no {MANIFEST} with {without}, and neither was made from the other"
     )
     yield _finding("D5", "warning", pools, MANIFEST, f"{message}; make sure that they are of one release")
+
+
+def _other_weights(first: _Pool, second: _Pool, one_source: bool) -> Finding | None:
+    """A source's digest is that of its headers, which a fine-tuned model shares with its base: look at some weights.
+
+    one_source: each was rounded once, from the same numbers. If not, one may be made of the other's FP8 release, and
+    a stranger's INT4 may be rounded otherwise than to the nearest code (GPTQ, AWQ): then a warning, where it is near.
+    """
+    skip = folded(first.manifest).keys() | folded(second.manifest).keys()
+    slack = 0.0 if one_source else ONE_MORE
+    sample = compare_weights(first.model, first.checkpoint, second.checkpoint, skip, slack)
+    if not sample.differing:
+        return None
+    near = not one_source and None in (first.manifest, second.manifest) and sample.distance < _UNLIKE
+    message = (
+        f"{len(sample.differing)} of {sample.compared} matrices that were sampled differ by more than rounding does "
+        f"(up to {sample.distance:.0%}): the two come from different weights"
+    )
+    cure = "fold both artifacts from one source"
+    if near:
+        message, cure = (
+            f"{message}, or one was rounded to fit calibration data",
+            "make sure that they are of one release",
+        )
+    subject = f"{sample.differing[0]}.weight"
+    return _finding("D5", "warning" if near else "silent", (first, second), subject, f"{message}; {cure}")
 
 
 def _d6_mtp(first: _Pool, second: _Pool) -> Iterator[Finding]:

@@ -20,6 +20,11 @@ _FP8 = ("fp8", "fp8_e4m3")
 _MLA_HEADS = (320, 512, 576)  # vLLM's mla_attention.py: MLACommonBackend.get_supported_head_sizes
 #: what SGLang calls the backends of sparse attention (arg_groups/fields/exec_.py), without those for other cards
 DSA_BACKENDS = ("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto", "fa3", "tilelang", "trtllm")
+#: what SGLang's --attention-backend may be for dense attention on NVIDIA cards (arg_groups/choices.py)
+_SGLANG_BACKENDS = frozenset(
+    """triton torch_native flex_attention fa3 fa4 flashinfer flashmla trtllm_mla cutedsl_mla tokenspeed_mla trtllm_mha
+    hpc_ops""".split()
+)
 #: architectures for which SGLang has defaults of its own (model_overrides/deepseek_v2.py: _deepseek_family_overrides)
 _DEEPSEEK = ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration", "GlmMoeDsaForCausalLM")
 
@@ -225,6 +230,8 @@ def _sglang(model: Model, shape: _Shape, at: Deployment, phase: str) -> KVLayout
     if name is None:
         name = ("flashinfer" if shape.mla else "trtllm_mha") if blackwell else "fa3"
     refusal = ""
+    if name and name not in _SGLANG_BACKENDS:
+        refusal = f"SGLang has no attention backend {name} here; there are {', '.join(sorted(_SGLANG_BACKENDS))}"
     if name in ("trtllm_mla", "cutedsl_mla") and not blackwell:
         refusal = f"SGLang's {name} runs on Blackwell only"
     if name in ("trtllm_mla", "cutedsl_mla") and at.kv_dtype == "fp8_e5m2":

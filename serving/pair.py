@@ -38,6 +38,8 @@ class Pair:
 
     def __init__(self, prefill: Engine, decode: Engine, *, max_batch: int = 8) -> None:
         check_handover(prefill, decode)
+        if max_batch < 1:
+            raise LoadError(f"max_batch is {max_batch}; at least one request must decode at once")
         self.prefill, self.decode, self.max_batch = prefill, decode, max_batch
 
     def start(self, request: Request) -> None:
@@ -155,6 +157,22 @@ def agreement(requests: Sequence[Request], engine: Engine) -> Agreement:
     return Agreement(torch.cat(same).float().mean().item(), every.mean().item(), len(every))
 
 
+def _check_requests(requests: Sequence[Request], engine: Engine) -> None:
+    """LoadError for what no runtime would take: tokens that the model has not, texts longer than its positions."""
+    config = engine.model.config
+    for request in requests:
+        if (last := max(request.prompt)) >= config.vocab_size:
+            raise LoadError(
+                f"the tokenizer gives token {last}, but the model has {config.vocab_size}: another model's tokenizer"
+            )
+        length = len(request.prompt) + request.budget
+        if length > config.max_position_embeddings:
+            raise LoadError(
+                f"prompt and continuation take {length} tokens, and the model has {config.max_position_embeddings} "
+                "positions; give a shorter prompt"
+            )
+
+
 def serve(
     prefill: Path,
     decode: Path,
@@ -174,9 +192,10 @@ def serve(
     under `source` (None where none is given), tokens (compared), kv_bytes_per_token of both engines, counters and
     errors (of stopped requests).
     """
-    if not prompts or tokens < 2:
+    if not prompts or tokens < 2 or page_size < 1:
         raise LoadError(
-            f"{len(prompts)} prompts and {tokens} tokens: a pair needs a prompt, and two tokens to hand over"
+            f"{len(prompts)} prompts, {tokens} tokens, pages of {page_size}: a pair needs a prompt, two tokens to hand "
+            "over, and pages of at least one"
         )
     encoded = [encode(prefill, prompt) for prompt in prompts]
     requests = [Request(ids, tokens) for ids, _ in encoded]
@@ -184,6 +203,7 @@ def serve(
     pages = 1 + sum(-(-(len(request.prompt) + tokens) // page_size) for request in requests)
     sizes: dict[str, Any] = {"num_pages": pages, "page_size": page_size, "tracked": tracked}
     first = Engine(load_model(prefill, device=device), **sizes)
+    _check_requests(requests, first)
     second = Engine(load_model(decode, device=device), kv=kv, scales=scales, **sizes)
     Pair(first, second).run(requests)
     alone = agreement(requests, first)

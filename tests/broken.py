@@ -385,7 +385,7 @@ MUTATIONS = (
              _set(f"{GATE}.weight_scale", lambda t: t[f"{GATE}.weight_scale"][:1])),
     Mutation("scales in F32", "P2", "kimi", both(WARNING), "accepts", _all(".weight_scale", torch.Tensor.float)),
     Mutation("no weight_shape", "P3", "kimi", both(WARNING), "accepts", _pop(f"{GATE}.weight_shape")),
-    Mutation("weight_shape of three", "P3", "kimi", both(WARNING), None,
+    Mutation("weight_shape of three", "P3", "kimi", both(ERROR), "refuses",
              _set(f"{GATE}.weight_shape", lambda t: torch.tensor([1, 128, 256]))),
     Mutation("zero points", "P4", "kimi", {"vllm": ERROR, "sglang": SILENT}, "refuses",
              _set(f"{GATE}.weight_zero_point", lambda t: torch.zeros(16, 8, dtype=torch.int32))),
@@ -407,7 +407,7 @@ MUTATIONS = (
     Mutation("one expert in BF16", "P9", "kimi", {"vllm": ERROR, "sglang": SILENT}, "refuses", _plain(GATE)),
     Mutation("expert 0 ignored in part", "P9", "kimi", both(ERROR), "refuses",
              _quantization(lambda config: config["ignore"].append(r"re:.*experts\.0\.up_proj$"))),
-    Mutation("wrong ignore", "P10", "kimi", {"vllm": ERROR, "sglang": SILENT}, "refuses", _lose("shared_experts")),
+    Mutation("wrong ignore", "P10", "kimi", both(ERROR), "refuses", _lose("shared_experts")),
     Mutation("BF16 where FP8 is declared", "P10", "glm4-fp8", both(SILENT), "accepts", _plain(O_PROJ)),
     Mutation("experts ignored", "P10", "kimi", {"vllm": ERROR, "sglang": SILENT}, "refuses",
              _quantization(lambda config: config["ignore"].append(r"re:.*mlp\.experts.*"))),
@@ -420,7 +420,7 @@ MUTATIONS = (
         lambda t, c: [_int4(t, f"model.layers.{layer}.self_attn.kv_b_proj") for layer in range(4)],
         _lose("self_attn"), _quantization(
             lambda config: config["ignore"].append(r"re:.*self_attn\.(q_a|q_b|o|kv_a|fused_qkv_a)_proj.*")))),
-    Mutation("wk packed", "P13", "glm5", both(ERROR), "refuses",
+    Mutation("wk packed", "P13", "glm5", {"vllm": ERROR, "sglang": SILENT}, "refuses",
              lambda t, c: _int4(t, f"{LAYER}.self_attn.indexer.wk")),
     Mutation("wk by channel", "P13", "glm5-mixed", {"sglang": ERROR}, "accepts", _steps(
         _plain(f"{LAYER}.self_attn.indexer.wk"), _fp8_channel(f"{LAYER}.self_attn.indexer.wk"))),
@@ -435,9 +435,9 @@ MUTATIONS = (
     Mutation("scales transposed", "F1", "kimi-fp8", both(ERROR), "refuses", _set(
         f"{LAYER}.mlp.shared_experts.gate_proj.weight_scale_inv",
         lambda t: t[f"{LAYER}.mlp.shared_experts.gate_proj.weight_scale_inv"].T.contiguous())),
-    Mutation("expert with a scale too few", "F1", "kimi-fp8", {"vllm": SILENT, "sglang": ERROR}, "accepts",
+    Mutation("expert with a scale too few", "F1", "kimi-fp8", both(SILENT), "accepts",
              _set(f"{GATE}.weight_scale_inv", lambda t: t[f"{GATE}.weight_scale_inv"][:, :1])),
-    Mutation("weight_scale for weight_scale_inv", "F2", "kimi-fp8", {"vllm": ERROR}, "refuses",
+    Mutation("weight_scale for weight_scale_inv", "F2", "kimi-fp8", {"vllm": ERROR, "sglang": ERROR}, "refuses",
              _all(".weight_scale_inv", lambda scale: scale, ".weight_scale")),
     Mutation("weight_scale_inv for weight_scale", "F2", "glm5-mixed", {"vllm": ERROR, "sglang": SILENT}, "refuses",
              lambda t, c: t.update({f"{O_PROJ}.weight_scale_inv": t.pop(f"{O_PROJ}.weight_scale")})),
@@ -456,7 +456,7 @@ MUTATIONS = (
     Mutation("vision that is not listed", "F7", "k25-fp8", {"vllm": SILENT}, None, _no_vision),
     # -------------------------------------------------------------------------------------- S: shared and MTP
     Mutation("shared expert in BF16, fused", "S6", "glm4", {"sglang": SILENT}, "accepts", at={"shared_fusion": True}),
-    Mutation("shared expert packed", "S6", "kimi", {"sglang": ERROR}, "accepts", _steps(
+    Mutation("shared expert packed", "S6", "glm4", {"sglang": ERROR}, "accepts", _steps(
         lambda t, c: [_int4(t, f"model.layers.{layer}.mlp.shared_experts.{part}_proj")
                       for layer in (1, 2, 3) for part in ("gate", "up", "down")],
         _lose("shared_experts"))),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...errors import PageError
+from ...errors import LoadError, PageError
 from .cache import PagedCache, PageStorage, Places
 from .pages import Lease, PagePool
 from .rows import Scales, make_layout
@@ -38,6 +38,14 @@ class Request:
     lease: Lease | None = None
     error: PageError | None = None
     steps: int = 0  # decode steps since it joined, those after an error included
+
+    def __post_init__(self) -> None:
+        if not self.prompt or self.budget < 1 or (self.forced and len(self.forced) < self.budget):
+            forced = f" and {len(self.forced)} forced tokens" if self.forced else ""
+            raise LoadError(
+                f"a request of {len(self.prompt)} tokens with a budget of {self.budget}{forced}: it needs a token to "
+                "start from, a budget of at least 1, and as many forced tokens as that, or none"
+            )
 
     @property
     def done(self) -> bool:

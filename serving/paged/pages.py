@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...errors import PageError
+from ...errors import LoadError, PageError
 
 NULL = 0
 
@@ -113,6 +113,8 @@ class PagePool:
     """Physical pages of `page_size` tokens, all but page 0 to be given out. tracked: with tags, or with no tracker."""
 
     def __init__(self, num_pages: int, page_size: int, *, tracked: bool = True, device: str = "cpu") -> None:
+        if num_pages < 2 or page_size < 1:
+            raise LoadError(f"{num_pages} pages of {page_size} tokens: give at least 2 (one is never used) of 1")
         self.num_pages, self.page_size, self.device = num_pages, page_size, device
         self.tracker = (TagTracker if tracked else NoTracker)(num_pages, device)
         self.counters = Counters()
@@ -141,9 +143,10 @@ class PagePool:
         """Give a lease pages for `length` tokens in all. PageError where too few are free; nothing is given then."""
         missing = -(-length // self.page_size) - len(lease.pages)
         if missing > len(self.free):
-            raise PageError(
-                f"{missing} pages wanted, {len(self.free)} of {self.num_pages - 1} are free; let a request finish first"
-            )
+            cure = "let a request finish first"
+            if missing + len(lease.pages) >= self.num_pages:
+                cure = f"{length} tokens never fit; make the pool larger"
+            raise PageError(f"{missing} pages wanted, {len(self.free)} of {self.num_pages - 1} are free; {cure}")
         for _ in range(missing):
             page = next(iter(self.free))
             del self.free[page]
@@ -192,7 +195,8 @@ class PagePool:
                 self.references[page] -= 1
                 if self.references[page] == 0:
                     self.free[page] = None
-        lease.pages = []
+        lease.entries.zero_()  # whoever goes on with it reads page 0, and nobody's tokens
+        lease.pages, lease.digests, lease.length, lease.shared = [], [], 0, 0
         return error
 
     def _take(self, lease: Lease, page: int) -> None:

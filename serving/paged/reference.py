@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import LoadError
-from ..logs import one_line
-from ..prompts import prompt_ids
+from ..runtimes.logs import one_line
+from ..runtimes.prompts import prompt_ids
 from .engine import Engine, Request
 from .weights import load_model
 
@@ -38,6 +38,8 @@ def generate(folder: Path, prompt: str | None, tokens: int, *, device: str = "cp
 
 def encode(folder: Path, prompt: str | None) -> tuple[list[int], Any]:
     """Token ids and tokenizer, as `prompt_ids`. LoadError for a prompt that has none, for want of a tokenizer say."""
+    if prompt == "":
+        raise LoadError("the prompt is empty; give some text to continue")
     try:
         ids, tokenizer = prompt_ids(folder, prompt)
     except Exception as error:  # tokenizers raises nothing narrower

@@ -49,9 +49,10 @@ class Loaded:
 def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Loaded:
     """Decode a checkpoint and build its language model. The whole of it must fit the memory, decoded.
 
-    Raises CheckpointError for a checkpoint that is not right, LoadError where transformers has no class for it, or
-    where a tensor is missing or finds no place.
+    Raises CheckpointError for a checkpoint that is not right, LoadError where transformers has no class for it, where a
+    tensor is missing or finds no place, or where torch has no such device.
     """
+    _check_device(device)
     checkpoint = open_checkpoint(folder)
     found = account(checkpoint)
     wanted = [item for item in found.items if not item.spec.mtp and item.spec.role not in _NOT_TEXT]
@@ -69,6 +70,15 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, device: str
         reader.close()
     model = _placed(config, state, dtype, folder)
     return Loaded(model.to(device).eval(), layers, sum(len(item.parts) for item in wanted), folder)
+
+
+def _check_device(device: str) -> None:
+    """LoadError where torch cannot use it; told before the weights are decoded."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the second where torch was built without it
+        why = str(error).partition("\n")[0][:160]
+        raise LoadError(f"device {device!r}: this torch cannot use it ({why}); cpu always works") from None
 
 
 def _placed(config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> Any:

@@ -27,13 +27,19 @@ def _shapes(survey: Survey, at: Deployment) -> Iterator[Fact]:
         if flaw.part:
             expected = spec.shape if flaw.kind == "weight" else tuple(-(-size // 128) for size in spec.shape)
             level = shape_severity(spec.role, entry.module, flaw.part.shape, expected, at.runtime)
+            one_wide = len(flaw.part.shape) == 2 and flaw.part.shape[1] == 1
+            if spec.role == "routed_expert" and flaw.kind == "scale" and one_wide:
+                level = "silent"  # SGLang copies a column into as many as there are
         yield Fact(name, flaw.message, level, flaw.kind)
     yield from matching.facts(survey, at, "F1", "mend weight_block_size or the strategy", "error")
 
 
 def _names(survey: Survey, at: Deployment) -> Iterator[Fact]:
-    for fact in matching.facts(survey, at, "F2", "rename the scales, or declare the other quant_method"):
-        yield fact._replace(message=f"has its scale under the other spelling's name: {fact.message}")
+    facts = list(matching.facts(survey, at, "F2", "rename the scales, or declare the other quant_method"))
+    stops = any(fact.severity == "error" for fact in facts)  # then nothing of the others is served either
+    for fact in facts:
+        message = f"has its scale under the other spelling's name: {fact.message}"
+        yield fact._replace(message=message, severity="error" if stops else fact.severity)
 
 
 def _scheme(survey: Survey, at: Deployment) -> Iterator[Fact]:
@@ -81,7 +87,8 @@ def _input_scales(survey: Survey, at: Deployment, *, static: bool) -> Iterator[F
 
 def _unconverted(survey: Survey, at: Deployment) -> Iterator[Fact]:
     config = _config(survey)
-    listed = [name for key in _LISTS for name in config.get(key) or () if isinstance(name, str)]
+    lists = [listed for key in _LISTS if isinstance(listed := config.get(key), list)]
+    listed = [name for names in lists for name in names if isinstance(name, str)]
     regex = next((name for name in listed if name.startswith("re:") or "*" in name), "")
     hint = f"; {regex!r} is taken as a name, not as a pattern" if regex else ""
     yield from matching.facts(

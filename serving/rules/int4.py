@@ -83,7 +83,7 @@ def _sizes(survey: Survey, at: Deployment) -> Iterator[Fact]:
     for entry, flaw in flaws(survey, "P3"):
         numbers = flaw.part and flaw.part.shape != (2,)
         message = f"{flaw.message}; transformers cannot unpack it"
-        level = "error" if numbers and entry.spec.role != "routed_expert" else None
+        level = "error" if numbers else None
         yield Fact(f"{entry.module}.weight_shape", message, level, flaw.kind)
 
 
@@ -213,7 +213,9 @@ def _joined(survey: Survey, at: Deployment) -> Iterator[Fact]:
 def _indexer(survey: Survey, at: Deployment) -> Iterator[Fact]:
     for found in matching.mismatches(survey, at.runtime, "P13"):
         message = f"is {found.member.format}, but {at_name(at)} makes one BF16 module of indexer.wk and weights_proj"
-        yield Fact(found.member.name, f"{message}; store it in BF16, or wk in FP8 blocks", kind=found.member.role)
+        packed = at.runtime == "sglang" and found.member.format.startswith("int4")  # drops the parts that it lacks
+        level = "silent" if packed else None
+        yield Fact(found.member.name, f"{message}; store it in BF16, or wk in FP8 blocks", level, found.member.role)
     for kind, (name, _) in survey.kinds.items():
         blocks = kind.state in (None, "fp8-block", "fp8-block-ct") or not (kind.state or "").startswith("fp8")
         if at.runtime == "sglang" and kind.role == "indexer.wk" and not blocks:

@@ -87,6 +87,10 @@ def _file(survey: Survey, at: Deployment) -> Iterator[Fact]:
 
 def _dtype(survey: Survey, at: Deployment) -> Iterator[Fact]:
     if at.sm // 10 not in (9, 10):  # kv_layout knows Hopper and Blackwell
+        message = (
+            "is a card that no rule knows: kernels, KV dtype, page and backend are not judged; 90 and 100 to 103 are"
+        )
+        yield Fact(f"--sm {at.sm}", message, "warning")
         return
     runtime, name = RUNTIME_NAMES[at.runtime], f"--kv-cache-dtype {at.kv_dtype}"
     layouts = [kv_layout(survey.model, at, phase) for phase in ("decode", "prefill")]

@@ -22,6 +22,10 @@ from .states import unjudged
 _REFUSED = {"target": "P8", "blocks": "P8", "layout": "P7"}
 
 
+#: a tensor whose name no parameter has stops vLLM always, and SGLang where it is stacked into gate_up_proj or qkv_proj
+_STACKED = ("dense_mlp", "shared_expert", "attention.k", "attention.v")
+
+
 class Mismatch(NamedTuple):
     """A module that the runtime would hold otherwise than it is stored; refusal: why it stops there, "" where not."""
 
@@ -58,7 +62,7 @@ def facts(survey: Survey, at: Deployment, rule: str, cure: str, severity: str | 
         level = severity
         if found.refusal:
             message, level = f"{found.refusal}; {cure}", "error"
-        elif level is None and at.runtime == "vllm":  # a tensor whose name no parameter has stops vLLM
+        elif level is None and (at.runtime == "vllm" or found.member.role in _STACKED):
             level = "silent" if takes(found) else "error"
         yield Fact(found.member.name, message, level, f"{found.member.role} {stored} {found.declared} {found.refusal}")
 
@@ -136,7 +140,8 @@ def _owner(built: Built, member: Module, declared: str | None, survey: Survey, r
     if declared and stored and declared.startswith("fp8") and stored.startswith("fp8"):
         if formats()[declared].grid != formats()[stored].grid:
             return "F1"
-        mapped = runtime == "sglang" and declared == "fp8-block"  # its loader renames weight_scale
+        # SGLang's loader renames weight_scale, but not where it stacks
+        mapped = runtime == "sglang" and declared == "fp8-block" and role not in (*_STACKED, "routed_expert")
         return "" if mapped else "F2"
     return "F4" if survey.method == "fp8" else "P10"
 

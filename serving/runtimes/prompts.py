@@ -14,7 +14,8 @@ def prompt_ids(folder: Path, prompt: str | None) -> tuple[list[int], Any]:
     import transformers
 
     if (folder / "tokenizer.json").exists():
-        tokenizer: Any = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        fast: Any = transformers.PreTrainedTokenizerFast
+        tokenizer = fast(tokenizer_file=str(folder / "tokenizer.json"))
     elif (folder / "tokenizer_config.json").exists():
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     else:
