@@ -93,7 +93,7 @@ def _stored(reader: Reader, module: str, shape: Shape) -> StoredMatrix | None:
         if module + suffix in tensors
     )
     known = recognise(parts, shape)
-    return known and StoredMatrix(reader, module, parts, known.name, shape)
+    return StoredMatrix(reader, module, parts, known.name, shape) if known else None
 
 
 def _row(matrix: StoredMatrix, row: int) -> Iterator[tuple[float, float]]:

@@ -53,6 +53,13 @@ def test_check_tells_a_broken_checkpoint_from_an_unreadable_one(pair: tuple[str,
     assert run("check", str(tmp_path), code=1).stderr.count("\n") == 1
 
 
+def test_check_says_what_it_does_not_know(pair: tuple[str, str]) -> None:
+    (found,) = run_json("check", pair[0], "--sm", "80")["findings"]
+    assert (found["rule"], found["severity"], found["subject"]) == ("K5", "warning", "--sm 80")
+    (found,) = run_json("check", pair[0], "--runtime", "sglang", "--attention-backend", "fa9", code=3)["findings"]
+    assert found["rule"] == "K5" and "fa9" in found["message"]
+
+
 def test_pair(pair: tuple[str, str]) -> None:
     assert run_json("pair", *pair)["ok"] is True
     served = run_json("pair", *pair, "--run", "--source", SOURCE, "--tokens", "8", "--prompt", "Return the")
@@ -64,6 +71,7 @@ def test_pair(pair: tuple[str, str]) -> None:
     strange = str(variants.EXAMPLES / "tiny-glm5")
     found = run_json("pair", pair[0], strange, "--run", code=3)
     assert "D1" in {f["rule"] for f in found["findings"]} and "text" not in found
+    assert "not served: D1" in run("pair", pair[0], strange, "--run", code=3).stderr
 
 
 @pytest.mark.parametrize("runtime", ["vllm", "sglang"])
@@ -76,6 +84,11 @@ def test_launch(pair: tuple[str, str], runtime: str) -> None:
     refused = run_json("launch", *pair, "--runtime", runtime, "--tp", "8", code=3)
     assert refused["prefill"] == [] and refused["decode"] == [] and refused["findings"]
     assert "# prefill" in run("launch", *pair, "--runtime", runtime).stdout
+    flag = "--enable-expert-parallel" if runtime == "vllm" else "--ep-size"
+    wider = ["launch", *pair, "--runtime", runtime, "--decode-tp", "2"]
+    assert flag not in run_json(*wider, "--decode-ep", "2")["prefill"]
+    assert flag in run_json(*wider, "--decode-ep", "2")["decode"]
+    assert "must divide" in run(*wider, "--ep", "2", code=1).stderr  # and is not dropped in silence
 
 
 def test_load_in_the_reference_runtime(pair: tuple[str, str]) -> None:
@@ -91,6 +104,7 @@ def test_load_in_the_reference_runtime(pair: tuple[str, str]) -> None:
         (["check", SOURCE, "--tp", "4", "--ep", "3"], 1, "must divide"),
         (["check", SOURCE, "--kv-dtype", "fp7"], 1, "fp7"),
         (["check", SOURCE, "--runtime", "ollama"], 2, "ollama"),
+        (["pair", SOURCE, SOURCE, "--ep", "2"], 1, "must divide"),
         (["load", "nowhere"], 1, "nowhere"),
         (["load", SOURCE, "--runtime", "reference", "--mode", "dry"], 1, "dry"),
         (["pair", SOURCE, "nowhere"], 1, "nowhere"),

@@ -261,7 +261,7 @@ def test_serve_and_generate() -> None:
         assert 0 < numbers["mean_kl"] < 0.01 and numbers["top1_agreement"] > 0.9
     assert found["counters"]["checks"] > 0 and found["counters"]["mismatches"] == 0
     json.dumps(found)
-    with pytest.raises(LoadError, match="1 prompts and 1 tokens: a pair needs a prompt, and two tokens"):
+    with pytest.raises(LoadError, match="1 prompts, 1 tokens, pages of 64: a pair needs a prompt, two tokens"):
         serve(prefill, decode, ["x"], tokens=1)
     one = generate(decode, prompts[0], 12)
     tokenizer = Tokenizer.from_file(str(decode / "tokenizer.json"))
@@ -274,3 +274,37 @@ def test_serve_and_generate() -> None:
 def test_nothing_to_compare_is_said() -> None:
     one = Request([1], 1, output=[2])
     assert agreement([one], Engine(loaded("tiny-glm4"))) == Agreement(None, None, 0)
+
+
+REFUSED = {
+    "no text": ({"prompts": [""]}, "the prompt is empty"),
+    "longer than the model's positions": ({"prompts": ["Return the " * 2000]}, "2048 positions"),
+    "a device that is none": ({"prompts": ["x"], "device": "nonsense"}, "device 'nonsense'"),
+    "pages of nothing": ({"prompts": ["x"], "page_size": 0}, "pages of 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_by_name(name: str) -> None:
+    asked, said = REFUSED[name]
+    with pytest.raises(LoadError, match=said):
+        serve(artifact("tiny-kimi", "prefill"), artifact("tiny-kimi", "decode"), **asked)
+
+
+def test_requests_and_pairs_that_make_no_sense_are_refused() -> None:
+    for request in (
+        {"prompt": [], "budget": 3},
+        {"prompt": [1], "budget": 0},
+        {"prompt": [1], "budget": 3, "forced": [1]},
+    ):
+        with pytest.raises(LoadError, match="a request of"):
+            Request(**request)
+    with pytest.raises(LoadError, match="max_batch is 0"):
+        Pair(Engine(loaded("tiny-kimi")), Engine(loaded("tiny-kimi")), max_batch=0)
+
+
+def test_a_lease_that_was_given_back_reads_nothing() -> None:
+    engine = Engine(loaded("tiny-kimi"), page_size=16)
+    lease, _ = engine.prefill(tokens("tiny-kimi", 0, 40))
+    engine.pool.release(lease)
+    assert lease.length == 0 and not lease.pages and not lease.entries.any()

@@ -373,6 +373,15 @@ def test_rules_are_whole() -> None:
         assert rule.severity.keys() <= rule.versions.keys() and set(rule.severity.values()) <= set(SEVERITIES)
 
 
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
+@pytest.mark.parametrize("value", [True, 3, "lm_head", {"lm_head": 1}])
+def test_a_list_of_names_that_is_no_list(artifact, tmp_path: Path, key: str, value: Any) -> None:
+    tensors, config = variants.load(artifact("kimi-fp8"))
+    config["quantization_config"][key] = value
+    found = check(survey(variants.save(tmp_path / "out", tensors, config)), [Deployment(name) for name in RUNTIMES])
+    assert any(finding.rule in ("F4", "C7") for finding in found)
+
+
 def test_checking_imports_no_torch() -> None:
     code = (
         "import sys; from pathlib import Path; from phasefold.serving.survey import survey;"

@@ -135,7 +135,7 @@ def wide_mla(folder: Path) -> Path:
 
 GENERATES = [
     ("tiny-kimi", "kimi-decode-int4"),
-    ("tiny-kimi", "kimi-prefill-fp8"),
+    ("tiny-glm4", "glm-prefill-fp8"),
     ("tiny-glm4", "glm-decode-int4-fp8"),
     ("wide", "kimi-decode-int4"),
     ("wide", "kimi-prefill-fp8"),

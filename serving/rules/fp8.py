@@ -87,6 +87,10 @@ def _input_scales(survey: Survey, at: Deployment, *, static: bool) -> Iterator[F
 
 def _unconverted(survey: Survey, at: Deployment) -> Iterator[Fact]:
     config = _config(survey)
+    for key in _LISTS:
+        if config.get(key) and not isinstance(config[key], list) and not matching.unreadable(survey, at.runtime):
+            kind = type(config[key]).__name__
+            yield Fact(f"{_WHERE}.{key}", f"is a {kind}, which matches other names than it says; write a list of names")
     lists = [listed for key in _LISTS if isinstance(listed := config.get(key), list)]
     listed = [name for names in lists for name in names if isinstance(name, str)]
     regex = next((name for name in listed if name.startswith("re:") or "*" in name), "")
