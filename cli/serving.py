@@ -155,6 +155,7 @@ def pair(
     """Do two artifacts belong together as the pools of one service? With --run they are served as a pair."""
     from ..serving.belong import belong
 
+    gc.disable()  # see options.planned
     names = [str(runtime)] if runtime else ["vllm", "sglang"]
     findings: list[Finding] = []
     for name in names:
@@ -168,6 +169,8 @@ def pair(
         print(f"not served: {garbage[0].rule} says that the answer would be garbage", file=sys.stderr)
     elif run:
         from ..serving.pair import serve
+
+        gc.enable()
 
         layout = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8_e4m3"}.get(kv_dtype, kv_dtype)
         with ends_cleanly("interrupted"):
@@ -211,6 +214,7 @@ def launch(
     from ..serving.launch import Where
     from ..serving.launch import launch as commands
 
+    gc.disable()  # see options.planned
     pools = _pools(
         str(runtime),
         tp,

@@ -1,6 +1,8 @@
 """`load`: transformers takes our artifacts in a process of its own; that process may hang, crash or chatter."""
 
+import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -200,3 +202,14 @@ def test_what_is_asked_must_make_sense(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="has no mode 'reference'"):
         serving.load(tmp_path, "sglang", mode="reference")
     assert all(version and text for table in PROVEN.values() for version, text in table.items())
+
+
+def test_a_tokenizer_that_is_code_is_not_run(tmp_path: Path) -> None:
+    """As Kimi publishes it: ids of our own are continued, and a prompt is refused by name."""
+    source = Path(shutil.copytree(variants.EXAMPLES / "tiny-kimi", tmp_path / "source"))
+    (source / "tokenizer.json").unlink()
+    auto = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
+    (source / "tokenizer_config.json").write_text(json.dumps(auto))
+    assert serving.load(source, "reference", tokens=2).text.replace(" ", "").isdigit()
+    with pytest.raises(LoadError, match="tokenizer is code"):
+        serving.load(source, "reference", prompt="def", tokens=2)

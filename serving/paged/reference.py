@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...errors import LoadError
+from ...errors import LoadError, PhasefoldError
 from ..runtimes.logs import one_line
 from ..runtimes.prompts import prompt_ids
 from .engine import Engine, Request
@@ -42,6 +42,8 @@ def encode(folder: Path, prompt: str | None) -> tuple[list[int], Any]:
         raise LoadError("the prompt is empty; give some text to continue")
     try:
         ids, tokenizer = prompt_ids(folder, prompt)
+    except PhasefoldError:
+        raise
     except Exception as error:  # tokenizers raises nothing narrower
         raise LoadError(f"{folder}: its tokenizer cannot be read ({one_line(error)})") from None
     if prompt is not None and tokenizer is None:

@@ -213,7 +213,9 @@ def _joined(survey: Survey, at: Deployment) -> Iterator[Fact]:
 def _indexer(survey: Survey, at: Deployment) -> Iterator[Fact]:
     for found in matching.mismatches(survey, at.runtime, "P13"):
         message = f"is {found.member.format}, but {at_name(at)} makes one BF16 module of indexer.wk and weights_proj"
-        packed = at.runtime == "sglang" and found.member.format.startswith("int4")  # drops the parts that it lacks
+        packed = at.runtime == "sglang" and (found.member.format or "").startswith(
+            "int4"
+        )  # drops the parts that it lacks
         level = "silent" if packed else None
         yield Fact(found.member.name, f"{message}; store it in BF16, or wk in FP8 blocks", level, found.member.role)
     for kind, (name, _) in survey.kinds.items():
