@@ -206,8 +206,8 @@ def _fused(survey: Survey, at: Deployment) -> Iterator[Fact]:
 def _joined(survey: Survey, at: Deployment) -> Iterator[Fact]:
     for kind, (name, count) in survey.kinds.items():
         if kind.role in _JOINED and (kind.state or "").startswith("int4"):
-            more = f" ({count} of them)" if count > 1 else ""
-            yield Fact(f"{name}{more}", f"is packed INT4, and SGLang {_JOINED[kind.role]}; store it in BF16 or FP8")
+            message = f"is packed INT4, and SGLang {_JOINED[kind.role]}; store it in BF16 or FP8"
+            yield Fact(name, message, count=count)
 
 
 def _indexer(survey: Survey, at: Deployment) -> Iterator[Fact]:

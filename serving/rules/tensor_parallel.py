@@ -16,11 +16,11 @@ _BLOCKS = ("fp8-block", "fp8-block-ct")
 _LOWER = "lower TP, or serve with experts whole on each rank (EP = TP)"
 
 
-def _of(survey: Survey, states: tuple[str, ...], *, experts: bool) -> Iterator[tuple[Kind, str]]:
-    """Kinds of quantized matrices with the name of the first; states: the beginnings of their formats' names."""
-    for kind, (name, _) in survey.kinds.items():
+def _of(survey: Survey, states: tuple[str, ...], *, experts: bool) -> Iterator[tuple[Kind, str, int]]:
+    """Kinds of quantized matrices, name of the first, how many. states: the beginnings of their formats' names."""
+    for kind, (name, count) in survey.kinds.items():
         if (kind.state or "").startswith(states) and (kind.role == "routed_expert") == experts:
-            yield kind, name
+            yield kind, name, count
 
 
 def _group(kind: Kind) -> int:
@@ -35,56 +35,62 @@ def _grouped(survey: Survey) -> bool:
 def _expert_groups(survey: Survey, at: Deployment) -> Iterator[Fact]:
     if not _grouped(survey):
         return
-    for kind, name in _of(survey, ("int4",), experts=True):
+    for kind, name, count in _of(survey, ("int4",), experts=True):
         inner = kind.shape[1] // at.expert_tp
         if is_down(name) and inner % _group(kind):
             what = "stops" if at.runtime == "vllm" else "gives each rank the scales of other weights: garbage"
             message = f"has {inner} columns on a rank, not divisible by groups of {_group(kind)}: "
-            yield Fact(name, f"{message}{RUNTIME_NAMES[at.runtime]} {what}; {_LOWER}, or quantize with smaller groups")
+            yield Fact(
+                name,
+                f"{message}{RUNTIME_NAMES[at.runtime]} {what}; {_LOWER}, or quantize with smaller groups",
+                count=count,
+            )
 
 
 def _linear_groups(survey: Survey, at: Deployment) -> Iterator[Fact]:
     if not _grouped(survey):
         return
-    for kind, name in _of(survey, ("int4",), experts=False):
+    for kind, name, count in _of(survey, ("int4",), experts=False):
         inner = kind.shape[1] // at.tp
         if kind.leaf in _ROWS and inner % _group(kind):
             message = f"has {inner} columns on a rank, not divisible by groups of {_group(kind)}: it stops; lower TP"
-            yield Fact(name, f"{message} or quantize with smaller groups")
+            yield Fact(name, f"{message} or quantize with smaller groups", count=count)
 
 
 def _permutation(survey: Survey, at: Deployment) -> Iterator[Fact]:
-    for kind, name in _of(survey, ("int4",), experts=True):
+    for kind, name, count in _of(survey, ("int4",), experts=True):
         hidden, inner = kind.shape[0], kind.shape[1] // at.expert_tp
         if is_down(name) and inner == _group(kind) < hidden and _grouped(survey):
             message = (
                 f"is one group of {inner} wide on a rank: vLLM's Marlin then permutes the scales of gate and up as"
             )
             yield Fact(
-                name, f"{message} if they had one group too (vllm#50196): garbage; {_LOWER}, or take smaller groups"
+                name,
+                f"{message} if they had one group too (vllm#50196): garbage; {_LOWER}, or take smaller groups",
+                count=count,
             )
 
 
 def _tiles(survey: Survey, at: Deployment) -> Iterator[Fact]:
-    for kind, name in _of(survey, ("int4",), experts=True):
+    for kind, name, count in _of(survey, ("int4",), experts=True):
         hidden, inner = kind.shape[0], kind.shape[1] // at.expert_tp
         if not is_down(name):
             continue
         if at.runtime == "vllm":
             if hidden % 128:
                 message = f"has {hidden} rows, no multiple of 128: vLLM falls back from Marlin to a slower kernel"
-                yield Fact(name, message, "warning")
+                yield Fact(name, message, "warning", count=count)
         elif at.sm < 100 or _group(kind) == 64:  # Blackwell takes Triton for the other groups
             if hidden % 128 or inner % 64:
                 message = f"is {hidden} x {inner} on a rank, and SGLang's Marlin experts want multiples of 128 x 64"
-                yield Fact(name, f"{message}: it stops at the first token; {_LOWER}")
+                yield Fact(name, f"{message}: it stops at the first token; {_LOWER}", count=count)
     if at.runtime == "vllm":  # pads
         return
-    for kind, name in _of(survey, ("int4",), experts=False):
+    for kind, name, count in _of(survey, ("int4",), experts=False):
         rows, columns = _on_a_rank(kind, at, survey)
         if rows % 64 or columns % 64 or (rows % 128 and columns % 128):
             message = f"is {rows} x {columns} on a rank: SGLang's Marlin wants multiples of 64, one of them of 128"
-            yield Fact(name, f"{message}; lower TP or store it in BF16")
+            yield Fact(name, f"{message}; lower TP or store it in BF16", count=count)
 
 
 def _on_a_rank(kind: Kind, at: Deployment, survey: Survey) -> tuple[int, int]:
@@ -98,7 +104,7 @@ def _on_a_rank(kind: Kind, at: Deployment, survey: Survey) -> tuple[int, int]:
 
 
 def _linear_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
-    for kind, name in _of(survey, _BLOCKS, experts=False):
+    for kind, name, count in _of(survey, _BLOCKS, experts=False):
         rows, columns = _on_a_rank(kind, at, survey)
         merged = kind.leaf in ("gate_proj", "up_proj", "k_proj") or (
             kind.leaf == "q_proj" and kind.role == "attention.q" and survey.model.architecture.name == "glm4_moe"
@@ -113,22 +119,22 @@ def _linear_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
         if bad:
             what = "columns" if kind.leaf in _ROWS else "rows"
             message = f"has {bad} {what} on a rank, which 128x128 blocks do not divide: it stops; lower TP, or store it"
-            yield Fact(name, f"{message} in BF16 or in FP8 by channel")
+            yield Fact(name, f"{message} in BF16 or in FP8 by channel", count=count)
 
 
 def _expert_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
-    for kind, name in _of(survey, _BLOCKS, experts=True):
+    for kind, name, count in _of(survey, _BLOCKS, experts=True):
         inner = kind.shape[1] // at.expert_tp
         if is_down(name) and inner % 128:
             falls = at.runtime == "vllm" and survey.method == "fp8"
             what = "vLLM falls back to a slower kernel" if falls else f"{RUNTIME_NAMES[at.runtime]} stops"
             message = f"has {inner} columns on a rank, which 128x128 blocks do not divide: {what}; {_LOWER}"
-            yield Fact(name, message, "warning" if falls else None)
+            yield Fact(name, message, "warning" if falls else None, count=count)
 
 
 def _joined_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
     latent = _integer(survey, "kv_lora_rank") + _integer(survey, "qk_rope_head_dim")
-    for kind, name in _of(survey, _BLOCKS, experts=False):
+    for kind, name, count in _of(survey, _BLOCKS, experts=False):
         rank = kind.shape[0]
         if kind.role != "attention.q_a" or rank % 128 == 0:
             continue
@@ -138,7 +144,7 @@ def _joined_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
         what = (
             "SGLang gives the rows behind it the scales of others" if silent else f"{RUNTIME_NAMES[at.runtime]} stops"
         )
-        yield Fact(name, f"{message}{what}; store both in BF16", "silent" if silent else None)
+        yield Fact(name, f"{message}{what}; store both in BF16", "silent" if silent else None, count=count)
 
 
 def _ranks(survey: Survey, at: Deployment) -> Iterator[Fact]:
