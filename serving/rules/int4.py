@@ -207,7 +207,7 @@ def _joined(survey: Survey, at: Deployment) -> Iterator[Fact]:
     for kind, (name, count) in survey.kinds.items():
         if kind.role in _JOINED and (kind.state or "").startswith("int4"):
             message = f"is packed INT4, and SGLang {_JOINED[kind.role]}; store it in BF16 or FP8"
-            yield Fact(name, message, count=count)
+            yield Fact(name, message, many=count)
 
 
 def _indexer(survey: Survey, at: Deployment) -> Iterator[Fact]:

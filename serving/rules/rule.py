@@ -18,14 +18,14 @@ class Fact(NamedTuple):
     """One fault that a rule found.
 
     severity: where it is not the rule's own. kind: facts of one kind are told together, as the first one's message;
-    facts without a kind where their messages are equal. count: of subjects that it stands for; the first is named.
+    facts without a kind where their messages are equal. many: how many subjects it stands for; the first is named.
     """
 
     subject: str
     message: str
     severity: str | None = None
     kind: str = ""
-    count: int = 1
+    many: int = 1
 
 
 class Rule(NamedTuple):
@@ -56,7 +56,7 @@ def findings(rule: Rule, survey: Survey, deployment: Deployment) -> Iterator[Fin
     for fact in rule.check(survey, deployment):
         told.setdefault((fact.severity or default, fact.kind or fact.message), []).append(fact)
     for (severity, _), facts in told.items():
-        total = sum({fact.subject: fact.count for fact in facts}.values())
+        total = sum({fact.subject: fact.many for fact in facts}.values())
         more = f" and {total - 1:,} more" if total > 1 else ""
         yield Finding(rule.number, severity, deployment.runtime, facts[0].subject + more, facts[0].message)
 

@@ -43,7 +43,7 @@ def _expert_groups(survey: Survey, at: Deployment) -> Iterator[Fact]:
             yield Fact(
                 name,
                 f"{message}{RUNTIME_NAMES[at.runtime]} {what}; {_LOWER}, or quantize with smaller groups",
-                count=count,
+                many=count,
             )
 
 
@@ -54,7 +54,7 @@ def _linear_groups(survey: Survey, at: Deployment) -> Iterator[Fact]:
         inner = kind.shape[1] // at.tp
         if kind.leaf in _ROWS and inner % _group(kind):
             message = f"has {inner} columns on a rank, not divisible by groups of {_group(kind)}: it stops; lower TP"
-            yield Fact(name, f"{message} or quantize with smaller groups", count=count)
+            yield Fact(name, f"{message} or quantize with smaller groups", many=count)
 
 
 def _permutation(survey: Survey, at: Deployment) -> Iterator[Fact]:
@@ -67,7 +67,7 @@ def _permutation(survey: Survey, at: Deployment) -> Iterator[Fact]:
             yield Fact(
                 name,
                 f"{message} if they had one group too (vllm#50196): garbage; {_LOWER}, or take smaller groups",
-                count=count,
+                many=count,
             )
 
 
@@ -79,18 +79,18 @@ def _tiles(survey: Survey, at: Deployment) -> Iterator[Fact]:
         if at.runtime == "vllm":
             if hidden % 128:
                 message = f"has {hidden} rows, no multiple of 128: vLLM falls back from Marlin to a slower kernel"
-                yield Fact(name, message, "warning", count=count)
+                yield Fact(name, message, "warning", many=count)
         elif at.sm < 100 or _group(kind) == 64:  # Blackwell takes Triton for the other groups
             if hidden % 128 or inner % 64:
                 message = f"is {hidden} x {inner} on a rank, and SGLang's Marlin experts want multiples of 128 x 64"
-                yield Fact(name, f"{message}: it stops at the first token; {_LOWER}", count=count)
+                yield Fact(name, f"{message}: it stops at the first token; {_LOWER}", many=count)
     if at.runtime == "vllm":  # pads
         return
     for kind, name, count in _of(survey, ("int4",), experts=False):
         rows, columns = _on_a_rank(kind, at, survey)
         if rows % 64 or columns % 64 or (rows % 128 and columns % 128):
             message = f"is {rows} x {columns} on a rank: SGLang's Marlin wants multiples of 64, one of them of 128"
-            yield Fact(name, f"{message}; lower TP or store it in BF16", count=count)
+            yield Fact(name, f"{message}; lower TP or store it in BF16", many=count)
 
 
 def _on_a_rank(kind: Kind, at: Deployment, survey: Survey) -> tuple[int, int]:
@@ -119,7 +119,7 @@ def _linear_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
         if bad:
             what = "columns" if kind.leaf in _ROWS else "rows"
             message = f"has {bad} {what} on a rank, which 128x128 blocks do not divide: it stops; lower TP, or store it"
-            yield Fact(name, f"{message} in BF16 or in FP8 by channel", count=count)
+            yield Fact(name, f"{message} in BF16 or in FP8 by channel", many=count)
 
 
 def _expert_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
@@ -129,7 +129,7 @@ def _expert_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
             falls = at.runtime == "vllm" and survey.method == "fp8"
             what = "vLLM falls back to a slower kernel" if falls else f"{RUNTIME_NAMES[at.runtime]} stops"
             message = f"has {inner} columns on a rank, which 128x128 blocks do not divide: {what}; {_LOWER}"
-            yield Fact(name, message, "warning" if falls else None, count=count)
+            yield Fact(name, message, "warning" if falls else None, many=count)
 
 
 def _joined_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
@@ -144,7 +144,7 @@ def _joined_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
         what = (
             "SGLang gives the rows behind it the scales of others" if silent else f"{RUNTIME_NAMES[at.runtime]} stops"
         )
-        yield Fact(name, f"{message}{what}; store both in BF16", "silent" if silent else None, count=count)
+        yield Fact(name, f"{message}{what}; store both in BF16", "silent" if silent else None, many=count)
 
 
 def _ranks(survey: Survey, at: Deployment) -> Iterator[Fact]:

@@ -9,7 +9,7 @@ parameter for loaded as soon as one expert of it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...families import identify
 from .boxes import Box, Geometry, boxes, geometry, volume
 
 if TYPE_CHECKING:
@@ -89,6 +90,20 @@ def offered(checkpoint: Checkpoint, *, data: bool) -> Iterator[tuple[str, torch.
         with safe_open(checkpoint.folder / file, framework="pt") as shard:
             for name in sorted(names):
                 yield name, shard.get_tensor(name)
+
+
+def has_draft(checkpoint: Checkpoint) -> bool:
+    """Does the checkpoint hold an MTP layer?"""
+    mtp = [spec.name.removesuffix("weight") for spec in identify(checkpoint.config).tensors() if spec.mtp]
+    return bool(mtp) and any(name.startswith(tuple(mtp)) for name in checkpoint.tensors)
+
+
+def by_rank(unwritten: Mapping[str, list[int]], tp: int) -> list[str]:
+    """What was left unwritten -> the ranks that left it, as lines; ranks are named where it was not all of them."""
+    return [
+        text if len(ranks) == tp else f"{text} on rank {', '.join(map(str, ranks))}"
+        for text, ranks in unwritten.items()
+    ]
 
 
 def fill_with_sentinels(model: torch.nn.Module) -> None:

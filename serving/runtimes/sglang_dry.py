@@ -18,7 +18,7 @@ from typing import Any
 
 from ...families import identify
 from ...formats.checkpoint import Checkpoint, open_checkpoint
-from .dry import Dry, Tracker, Unwritten, fill_with_sentinels, left_as_sentinels, offered
+from .dry import Dry, Tracker, Unwritten, by_rank, fill_with_sentinels, has_draft, left_as_sentinels, offered
 from .logs import WeightLog, one_line
 from .scalars import Numbers
 from .sglang_fake import OnCard, forget_ranks, pretend_cuda, pretend_ranks, stand_in_kernels
@@ -47,7 +47,7 @@ def dry_load(folder: Path, *, tp: int = 1, data: bool = False, sm: int = 90, **a
     stand_in_kernels()
     checkpoint = open_checkpoint(folder)
     dry = Dry(sglang.__version__, "", len(checkpoint.tensors), [], [], [], {}, "", [])
-    drafts = (False, True) if _has_draft(checkpoint) else (False,)
+    drafts = (False, True) if has_draft(checkpoint) else (False,)
     seen: Tracker | None = None
     unwritten: dict[str, list[int]] = {}
     try:
@@ -65,8 +65,7 @@ def dry_load(folder: Path, *, tp: int = 1, data: bool = False, sm: int = 90, **a
     except Exception as error:  # whatever a runtime raises is its answer
         dry.refused = one_line(error)
         return dry
-    for text, ranks in unwritten.items():
-        dry.unwritten.append(text if len(ranks) == tp else f"{text} on rank {', '.join(map(str, ranks))}")
+    dry.unwritten = by_rank(unwritten, tp)
     left = seen.not_taken(whole=True) if seen else []
     in_vain = {
         spec.name: _IN_VAIN[spec.role] for spec in identify(checkpoint.config).tensors() if spec.role in _IN_VAIN
@@ -86,12 +85,6 @@ def _heard(dry: Dry) -> Iterator[None]:
     finally:
         logging.getLogger("sglang").removeHandler(log)
         dry.log += [line for line in log.lines if line not in dry.log]
-
-
-def _has_draft(checkpoint: Checkpoint) -> bool:
-    """Does the checkpoint hold an MTP layer?"""
-    mtp = [spec.name.removesuffix("weight") for spec in identify(checkpoint.config).tensors() if spec.mtp]
-    return bool(mtp) and any(name.startswith(tuple(mtp)) for name in checkpoint.tensors)
 
 
 def _start(folder: Path, rank: int, tp: int, *, speculative: bool, arguments: dict[str, Any]) -> Any:

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...families import identify
 from ...formats.checkpoint import Checkpoint, open_checkpoint
-from .dry import Dry, Tracker, fill_with_sentinels, left_as_sentinels, offered
+from .dry import Dry, Tracker, by_rank, fill_with_sentinels, has_draft, left_as_sentinels, offered
 from .logs import WeightLog, one_line
 from .scalars import Numbers
 from .vllm_fake import pretend_cuda, pretend_rank
@@ -34,7 +33,7 @@ def dry_load(folder: Path, *, tp: int = 1, data: bool = False, sm: int = 90) -> 
     unwritten: dict[str, list[int]] = {}
     try:
         for rank in range(tp):
-            config = _engine_config(folder, tp, draft=_has_draft(checkpoint))
+            config = _engine_config(folder, tp, draft=has_draft(checkpoint))
             pretend_rank(config, rank, tp)
             draft = config.speculative_config and config.speculative_config.draft_model_config
             for model_config in filter(None, (config.model_config, draft)):
@@ -48,17 +47,10 @@ def dry_load(folder: Path, *, tp: int = 1, data: bool = False, sm: int = 90) -> 
     except Exception as error:  # whatever a runtime raises is its answer
         dry.refused = one_line(error)
         return dry
-    for text, ranks in unwritten.items():
-        dry.unwritten.append(text if len(ranks) == tp else f"{text} on rank {', '.join(map(str, ranks))}")
+    dry.unwritten = by_rank(unwritten, tp)
     dry.not_taken = seen.not_taken(whole=True) if seen else []
     dry.not_taken += [name for name, stored in checkpoint.tensors.items() if stored.file in checkpoint.unindexed]
     return dry
-
-
-def _has_draft(checkpoint: Checkpoint) -> bool:
-    """Does the checkpoint hold an MTP layer?"""
-    mtp = [spec.name.removesuffix("weight") for spec in identify(checkpoint.config).tensors() if spec.mtp]
-    return bool(mtp) and any(name.startswith(tuple(mtp)) for name in checkpoint.tensors)
 
 
 def _engine_config(folder: Path, tp: int, *, draft: bool) -> Any:
