@@ -101,20 +101,21 @@ def convert(
         raise PlanError("device cuda: this version packs on the CPU; give --device cpu, or nothing")
     with ends_cleanly("interrupted; finished shards are kept, give the same command again to go on"):
         made = planned(source, recipe, mtp, shard_size)
+        limits = tp_limits(made)
         total = sum(unit.source_bytes for unit in made.units())
         threads = workers or cores()
         sizes = (
             f"{draw.size(made.checkpoint.total_size)} -> {draw.size(made.output_bytes)}, {len(made.shards):,} shards"
         )
         if not as_json:
-            notes = (*made.notes, draw.limits(tp_limits(made)))
+            notes = (*made.notes, draw.limits(limits))
             for line in (f"{source} -> {out}: {sizes}, {threads} workers", *(f"note: {note}" for note in notes)):
                 draw.say(line)
             sys.stdout.flush()
         with draw.progress("converting", total, quiet=as_json) as advance:
             result = carry_out(made, Path(out), workers=threads, progress=advance)
     if as_json:
-        print_json(result_keys(result))
+        print_json(result_keys(result) | {"largest_tp": limits})
     else:
         draw.result(result, out)
 
