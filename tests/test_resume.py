@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,10 @@ def test_sigint_and_sigterm_end_cleanly_and_say_how_to_go_on(tmp_path: Path, who
     for number, kind in enumerate((signal.SIGINT, signal.SIGTERM) * 8):
         out = tmp_path / str(number)
         process = subprocess.Popen(
-            command(source, out, "--workers", "1"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+            command(source, out, "--workers", "1"),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
         )
         deadline = time.monotonic() + 60
         while not list(out.glob("*.safetensors")) and process.poll() is None and time.monotonic() < deadline:
