@@ -241,11 +241,13 @@ def _state(parts: tuple[Part, ...], shape: Shape, matrix: bool) -> str | None:
         return BROKEN
     if format_ := recognise(tuple(found.values()), shape):
         return format_.name
-    if found.keys() == {".weight_packed", ".weight_scale", ".weight_shape"}:  # INT4 with groups that are not written
-        packed, scale, sizes = (found[suffix] for suffix in (".weight_packed", ".weight_scale", ".weight_shape"))
+    if found.keys() - {".weight_shape"} == {".weight_packed", ".weight_scale"}:
+        # INT4 with groups that are not written, or without weight_shape: P3 tells that, the others judge the rest
+        packed, scale, sizes = found[".weight_packed"], found[".weight_scale"], found.get(".weight_shape")
         groups = scale.shape[1] if len(scale.shape) == 2 else 0
         fits = packed.dtype == "I32" and packed.shape == (shape[0], shape[1] // 8) and shape[1] % 8 == 0
-        fits = fits and scale.dtype in PLAIN and sizes.dtype in ("I32", "I64") and sizes.shape == (2,)
+        fits = fits and scale.dtype in PLAIN
+        fits = fits and (sizes is None or (sizes.dtype in ("I32", "I64") and sizes.shape == (2,)))
         if fits and groups and scale.shape[0] == shape[0] and shape[1] % groups == 0:
             return f"int4-g{shape[1] // groups}"
     return BROKEN

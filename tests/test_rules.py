@@ -263,6 +263,19 @@ def test_largest_tp(cut, model: str, format_: str, vllm: int, sglang: int, vllm_
 # ------------------------------------------------------------------------------------------------ anybody's
 
 
+def test_what_lacks_its_weight_shape_is_judged_all_the_same(artifact, tmp_path: Path) -> None:
+    """Where all lack it as well: groups that a rank cuts, and groups that are not the config's."""
+    tensors, config = variants.load(artifact("kimi-g128"))
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("weight_shape")}
+    found = survey(variants.save(tmp_path / "cut", tensors, config))
+    assert broken_rules(told(found, "vllm", tp=2)) == {("P3", "warning"), ("T1", "error")}
+    assert broken_rules(told(found, "sglang", tp=2)) == {("P3", "warning"), ("T1", "silent")}
+    assert largest_tp(found, "sglang") == largest_tp(survey(artifact("kimi-g128")), "sglang") == 1
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 64
+    found = survey(variants.save(tmp_path / "groups", tensors, config))
+    assert "P2" in {rule for rule, _ in broken_rules(told(found, "sglang"))}
+
+
 def test_faults_of_one_kind_are_one_finding(artifact, tmp_path: Path) -> None:
     tensors, config = variants.load(artifact("kimi"))
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("weight_scale")}

@@ -80,6 +80,10 @@ def _too_few(found: tuple[int, ...], shape: tuple[int, ...], survey: Survey, at:
 
 
 def _sizes(survey: Survey, at: Deployment) -> Iterator[Fact]:
+    for entry in survey.entries:
+        if (entry.state or "").startswith("int4") and all(part.suffix != ".weight_shape" for part in entry.parts):
+            message = "is missing; two integers, [out, in], are meant; transformers cannot unpack it"
+            yield Fact(f"{entry.module}.weight_shape", message)
     for entry, flaw in flaws(survey, "P3"):
         numbers = flaw.part and flaw.part.shape != (2,)
         message = f"{flaw.message}; transformers cannot unpack it"

@@ -104,7 +104,7 @@ def _packed(packed: Part, scale: Part, sizes: Part | None, shape: tuple[int, ...
         return Flaw("C2", "surplus", f"is packed, but its scale has the name of FP8's ({have}); call it weight_scale")
     if packed.shape != words or columns % 8:
         return Flaw("P1", f"packed {shape}", f"is {list(packed.shape)}, the config calls for {list(words)}", packed)
-    if not fp4 and (sizes is None or sizes.shape != (2,) or sizes.dtype not in ("I32", "I64")):
-        what = "is missing" if sizes is None else f"is {sizes.dtype} {list(sizes.shape)}"
+    if not fp4 and sizes and (sizes.shape != (2,) or sizes.dtype not in ("I32", "I64")):
+        what = f"is {sizes.dtype} {list(sizes.shape)}"
         return Flaw("P3", "shape", f"weight_shape {what}; two integers, [out, in], are meant", sizes)
     return Flaw("P2", f"scale {shape}", f"has scales of {list(scale.shape)}, which fit no group size ({have})", scale)
