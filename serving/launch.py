@@ -115,7 +115,7 @@ def launch(
         router = _router(where)
         notes.append(Note("both", "router", "comes with the package sglang-router; clients talk to it alone"))
     else:
-        notes.append(Note("both", "proxy", _PROXY))
+        notes.append(Note("both", "proxy", _PROXY[where.transfer]))
     return Launch(first, second, router, _merged(notes), findings, pools)
 
 
@@ -140,11 +140,15 @@ def _judge(
     return list(dict.fromkeys(findings)), pair
 
 
-_PROXY = (
-    "vLLM's package has no router for two pools: provide a proxy that sends each request to the prefill pool first, "
-    "with kv_transfer_params {do_remote_decode: true} and max_tokens 1, and then to the decode pool, with the "
-    "kv_transfer_params of that answer"
-)
+_NO_ROUTER = "vLLM's package has no router for two pools: provide a proxy that sends each request to the prefill pool"
+#: what that proxy must send along, by transfer: nixl's worker.py and mooncake_connector.py read it
+_PROXY = {
+    "nixl": f"{_NO_ROUTER} first, with kv_transfer_params {{do_remote_decode: true}} and max_tokens 1, and then to the "
+    "decode pool, with the kv_transfer_params of that answer",
+    "mooncake": f"{_NO_ROUTER} with kv_transfer_params {{do_remote_decode: true, transfer_id: ID}} and max_tokens 1, "
+    "and to the decode pool with {do_remote_prefill: true, transfer_id: ID, remote_engine_id, remote_bootstrap_addr}: "
+    "the same ID of its own making, and the prefill pool's engine id and bootstrap address",
+}
 _DTYPE = (
     "explicit, because auto depends on the config and the card, and the pools compare this as text; bfloat16 needs no "
     "scales, FP8 halves the cache and stores at scale 1.0 unless the artifact has scales that the runtime reads"
