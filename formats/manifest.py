@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Manifest:
         (Frobenius) with four digits, 0.0 where nothing changed.
     dropped: source tensor -> reason. scales: counts of denormal scales and of all-zero blocks that were met.
     notes: what whoever serves the artifact must know.
+    extras: what the job took besides source and recipe: statistics, folding, KV scales.
     """
 
     tool: str
@@ -45,6 +46,7 @@ class Manifest:
     dropped: Mapping[str, str]
     scales: Mapping[str, int]
     notes: list[str]
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The file's bytes; the last key is a digest of all the others."""

@@ -261,6 +261,7 @@ def _finish(plan: Plan, out: Path, sides: Iterable[str]) -> Manifest:
                 for key in ("tiny_scales", "zero_blocks")
             },
             notes=list(plan.notes),
+            extras=plan.extras.to_json(),
         )
         output.atomic_write(out / MANIFEST, manifest.to_bytes())
         output.atomic_write(out / "config.json", plan.config)

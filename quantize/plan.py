@@ -21,6 +21,7 @@ from ..recipes import Recipe
 from .account import Account, Item, account, held_config
 from .choose import choose, make_unit
 from .declare import Module, check, launch_notes, quantization_config
+from .extras import NO_EXTRAS, Extras
 from .units import Shard, Unit, lay_out
 
 SHARD_BYTES = 5_000_000_000
@@ -39,6 +40,7 @@ class Plan:
     config: bytes
     shard_bytes: int
     notes: tuple[str, ...]
+    extras: Extras = NO_EXTRAS
 
     def units(self) -> Iterator[Unit]:
         """All units in the order of the shards."""
@@ -50,6 +52,8 @@ class Plan:
         # raise the number whenever the same recipe would write other bytes: a job must not go on with another's shards
         digest = hashlib.sha256(b"phasefold plan 1\n" + self.checkpoint.digest.encode())
         digest.update(json.dumps(self.recipe.to_json(), sort_keys=True).encode())
+        if extras := self.extras.to_json():
+            digest.update(json.dumps(extras, sort_keys=True).encode())
         digest.update(self.config)
         for shard in self.shards:
             digest.update(shard.file.encode() + shard.header)
@@ -74,10 +78,13 @@ class Plan:
         }
 
 
-def make_plan(checkpoint: Checkpoint, recipe: Recipe, shard_bytes: int = SHARD_BYTES) -> Plan:
+def make_plan(
+    checkpoint: Checkpoint, recipe: Recipe, shard_bytes: int = SHARD_BYTES, extras: Extras = NO_EXTRAS
+) -> Plan:
     """Turn a request into a plan. Raises CheckpointError, RecipeError or PlanError with the first thing that is wrong.
 
     shard_bytes: largest sum of tensor bytes in one output shard; a larger single matrix gets a shard of its own.
+    extras: what the job takes besides source and recipe.
     """
     found = account(checkpoint)
     architecture = found.model.architecture
@@ -101,7 +108,16 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, shard_bytes: int = SHARD_B
     units.sort(key=lambda unit: position[unit.module + unit.source[0].suffix])
     shards = lay_out(units, shard_bytes)
     return Plan(
-        checkpoint, recipe, architecture.name, found.model.family, shards, dropped, config, shard_bytes, tuple(notes)
+        checkpoint,
+        recipe,
+        architecture.name,
+        found.model.family,
+        shards,
+        dropped,
+        config,
+        shard_bytes,
+        tuple(notes),
+        extras,
     )
 
 

@@ -31,6 +31,7 @@ from .account import account, held_config
 from .blocks import Buffers, StoredMatrix, row_blocks
 from .convert import mean_errors
 from .declare import check
+from .extras import from_json
 from .plan import Plan, declared_modules, make_plan
 from .shard import Outcome
 from .units import Unit
@@ -78,7 +79,8 @@ def verify(
                 made_from = f"{manifest.source['name']} (headers and config {manifest.source['digest'][:12]})"
                 verdict.problems.append(f"{source}: not the source of this artifact, which was made from {made_from}")
             else:
-                plan = make_plan(theirs, parse(manifest.recipe, "recipe"), manifest.shard_bytes)
+                extras = from_json(manifest.extras)
+                plan = make_plan(theirs, parse(manifest.recipe, "recipe"), manifest.shard_bytes, extras)
                 _compare(plan, checkpoint, manifest, verdict, workers, progress)
     except PhasefoldError as error:
         verdict.problems.append(str(error))

@@ -1,0 +1,42 @@
+"""What a job takes besides its source and its recipe, as plain JSON values: they are recorded and hashed with the plan.
+
+So a plan is a function of values alone: `verify` makes the same plan again from an artifact's manifest, without the
+statistics that a search or GPTQ has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..errors import VerifyError
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Empty maps where there is nothing.
+
+    statistics: `Statistics.identity()` of the calibration that methods read.
+    folding: layer -> cached part -> exponent; the part's values are multiplied by two to that power.
+    kv_scales: name of a tensor that is added -> its value, a KV scale (stored = x / scale).
+    """
+
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+    folding: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    kv_scales: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the manifest holds it: only what there is."""
+        return {key: value for key, value in asdict(self).items() if value}
+
+
+NO_EXTRAS = Extras()
+
+
+def from_json(value: Mapping[str, Any]) -> Extras:
+    """As `to_json` left it. Raises VerifyError where a key is unknown."""
+    try:
+        return Extras(**value)
+    except TypeError as error:
+        raise VerifyError(f"phasefold.json: extras: {error}") from None
