@@ -33,5 +33,9 @@ class LoadError(PhasefoldError):
     """A runtime cannot be asked, or a deployment makes no sense: install it, or change the command."""
 
 
+class UsageError(PhasefoldError):
+    """An option has no meaning, or no such value, whatever the checkpoint holds: change the command."""
+
+
 class PageError(PhasefoldError):
     """A request's page table does not lead to the request's own pages, or no page is left: that request is stopped."""

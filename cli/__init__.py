@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..errors import PhasefoldError
+from ..errors import PhasefoldError, UsageError
 from .artifacts import convert, inspect, plan, recipes, verify
 from .options import fail
 from .serving import check, launch, load, pair
@@ -36,7 +36,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except PhasefoldError as error:
-        fail(str(error), 1)
+        fail(str(error), 2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:
         sys.stderr.close()
         raise SystemExit(1) from None

@@ -76,20 +76,22 @@ WORDS = {"error": "refuses to load", "silent": "loads it wrong, without an error
 
 def findings(found: list[Finding]) -> None:
     """What is wrong with a checkpoint or a pair: what will happen and where, then the sentence."""
-    for finding in found:
-        runtime = (
-            "vLLM and SGLang" if finding.runtime == "both" else {"vllm": "vLLM", "sglang": "SGLang"}[finding.runtime]
-        )
-        say(f"{finding.rule} {runtime}: {WORDS[finding.severity]}: {finding.subject}")
-        print(f"    {clean(finding.message)}")
+    for one in found:
+        say(finding(one))
+        print(f"    {clean(one.message)}")
+
+
+def finding(one: Finding) -> str:
+    """The head of a finding."""
+    return f"{one.rule} {RUNTIMES[one.runtime]}: {WORDS[one.severity]}: {one.subject}"
 
 
 def loaded(artifact: str, done: Loaded) -> None:
     """What a runtime made of an artifact."""
     proven = "" if done.proven else ", unproven with this phasefold"
-    say(
-        f"{done.runtime} {done.version}{proven}: {done.mode or 'load'} of {artifact} as {done.model_class or 'nothing'}"
-    )
+    how = {"dry": "dry load of", "reference": "decoded weights of"}.get(done.mode, "load of")
+    made = f" as {done.model_class}" if done.model_class else ""
+    say(f"{done.runtime} {done.version}{proven}: {how} {artifact}{made}")
     for name, many in (("missing", done.missing), ("not taken", done.unexpected), ("optional", done.optional)):
         for item in many[:10]:
             say(f"{name}: {item}")
@@ -102,7 +104,8 @@ def loaded(artifact: str, done: Loaded) -> None:
     for what, text in (("gap of the runtime", done.gap), ("refused", done.refused), ("text", done.text)):
         if text:
             say(f"{what}: {text}")
-    took = f"{done.tensors:,} tensors, {done.wall_seconds:.1f} s, peak memory {size(done.peak_rss_bytes)}"
+    counted = f"{done.tensors:,} tensors, " if done.tensors else ""
+    took = f"{counted}{done.wall_seconds:.1f} s, peak memory {size(done.peak_rss_bytes)}"
     say(f"{artifact}: {'ok' if done.ok else 'NOT ok'} ({took})")
 
 
@@ -115,8 +118,9 @@ def served(result: Mapping[str, Any], prompts: list[str]) -> None:
         rows.append(["source", against["top1_agreement"], against["mean_kl"]])
     told = [[name, f"{same:.1%}", f"{kl:.5f}"] if same is not None else [name, "-", "-"] for name, same, kl in rows]
     table(["against", "same token", "mean KL"], told, "lrr")
-    kept, checks = result["kv_bytes_per_token"], result["counters"]
-    print(f"KV bytes a token: {kept['prefill']:,} prefill, {kept['decode']:,} decode")
+    rows, kept, checks = result["kv"], result["kv_bytes_per_token"], result["counters"]
+    pools = [f"{pool} {rows[pool]}, {kept[pool]:,} bytes a token" for pool in ("prefill", "decode")]
+    print(f"KV rows: {'; '.join(pools)}")
     print(f"{result['tokens']:,} tokens compared")
     print(f"page tags: {checks['checks']:,} compared, {checks['mismatches']:,} wrong")
     for error in result["errors"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import UsageError
 from . import draw
 from .options import Json, ends_cleanly, print_json
+from .verdict import given, merged, pointing_to_check, told
 
 if TYPE_CHECKING:
     from ..serving.deployment import Deployment, Finding
+    from ..serving.runtimes.load import Loaded
 
 
 class Server(StrEnum):
@@ -102,32 +106,79 @@ def load(
         str | None, typer.Option(help="Interpreter that has the runtime; else this one's, or that of `make runtimes`.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 16,
-    tp: Tp = 1,
-    sm: Sm = 90,
+    tokens: Annotated[int | None, typer.Option(min=1, help="How many tokens to generate; 16 if not given.")] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel size of vllm and sglang; 1 if not given.")
+    ] = None,
+    sm: Annotated[
+        int | None, typer.Option(help="Compute capability that a dry load pretends; 90 if not given.")
+    ] = None,
     data: Annotated[
         bool, typer.Option("--data", help="Dry load with the weights read, not from headers only.")
     ] = False,
-    kv_dtype: KvDtype = "auto",
+    kv_dtype: Annotated[str | None, typer.Option(help="KV dtype to generate with; auto if not given.")] = None,
     shared_fusion: SharedFusion = True,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it is stopped.")] = 1800.0,
     as_json: Json = False,
 ) -> None:
     """Really load it, in a process of its own, and account for every tensor; exits 3 where that fails."""
+    from ..serving.deployment import kv_dtype as dtype_of
     from ..serving.runtimes.load import load as carry_out
 
+    asked = {
+        "--prompt": prompt, "--tokens": tokens, "--tp": tp, "--sm": sm, "--data": data, "--kv-dtype": kv_dtype,
+        "--no-shared-fusion": not shared_fusion,
+    }  # fmt: skip
+    modes = [str(mode)] if mode else list(_TAKEN[runtime])
+    if useless := given(_without(asked, runtime, modes)):
+        how = f" --mode {mode}" if mode else ""
+        raise UsageError(f"{useless}: without meaning for load --runtime {runtime}{how}; leave it out")
     interpreter = Path(python) if python else None
-    with ends_cleanly("interrupted"):
+    with ends_cleanly("interrupted"), pointing_to_check(Path(artifact)):
         done = carry_out(
-            Path(artifact), str(runtime), mode=mode and str(mode), python=interpreter, prompt=prompt, tokens=tokens,
-            tp=tp, sm=sm, data=data, kv_dtype=kv_dtype, shared_fusion=shared_fusion, timeout=timeout,
+            Path(artifact), str(runtime), mode=mode and str(mode), python=interpreter, prompt=prompt,
+            tokens=tokens or 16, tp=tp or 1, sm=sm or 90, data=data, kv_dtype=dtype_of(kv_dtype or "auto"),
+            shared_fusion=shared_fusion, timeout=timeout,
         )  # fmt: skip
+    if unused := given(_without(asked, runtime, [done.mode])):  # which mode it would be, only the runtime knew
+        done.notes.append(f"{unused}: not used in mode {done.mode}")
     if as_json:
         print_json({"ok": done.ok, **asdict(done)})
     else:
         draw.loaded(artifact, done)
+        if hint := _hint(artifact, done, fused=shared_fusion):
+            draw.say(hint)
     if not done.ok:
         raise typer.Exit(3)
+
+
+_TEXT = ("--prompt", "--tokens")
+_DRY = ("--tp", "--sm", "--data")
+#: what else than --python and --timeout means something to `load`, by runtime and mode
+_TAKEN: dict[str, dict[str, tuple[str, ...]]] = {
+    "reference": {"real": _TEXT},
+    "transformers": {"real": _TEXT},
+    "vllm": {"dry": _DRY, "reference": (*_TEXT, "--kv-dtype"), "real": (*_TEXT, "--tp", "--kv-dtype")},
+    "sglang": {"dry": (*_DRY, "--no-shared-fusion"), "real": (*_TEXT, "--tp", "--kv-dtype", "--no-shared-fusion")},
+}
+
+
+def _without(asked: Mapping[str, Any], runtime: str, modes: list[str]) -> dict[str, Any]:
+    """The options that none of these modes takes; nothing for a mode that the runtime has not, which it says itself."""
+    if not set(modes) <= _TAKEN[runtime].keys():
+        return {}
+    taken = {name for mode in modes for name in _TAKEN[runtime][mode]}
+    return {name: value for name, value in asked.items() if name not in taken}
+
+
+def _hint(artifact: str, done: Loaded, *, fused: bool) -> str:
+    """What to do about a load that failed, "" where there is nothing to say."""
+    if done.ok or done.gap:
+        return ""
+    if done.runtime == "sglang" and fused and any("shared_expert" in name for name in done.unexpected):
+        return "SGLang fused the shared experts with the routed ones; `launch` starts it without: --no-shared-fusion"
+    runtime = f" --runtime {done.runtime}" if done.runtime in ("vllm", "sglang") else ""
+    return f"`phasefold check {artifact}{runtime}` tells what the load rules find, and what to change"
 
 
 def pair(
@@ -148,43 +199,68 @@ def pair(
     run: Annotated[bool, typer.Option("--run", help="Serve prompts through both, on this machine.")] = False,
     source: Annotated[str | None, typer.Option(help="With --run: compare with this checkpoint as well.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="With --run: a prompt; may be given several times.")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="With --run: tokens to generate for each prompt.")] = 32,
-    device: Annotated[str, typer.Option(help="With --run: where, as torch names it.")] = "cpu",
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="With --run: tokens to generate for each prompt; 32 if not given.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="With --run: where, as torch names it; cpu if not given.")] = None,
     as_json: Json = False,
 ) -> None:
     """Do two artifacts belong together as the pools of one service? With --run they are served as a pair."""
     from ..serving.belong import belong
+    from ..serving.judge import judge
 
+    run_only = {"--source": source, "--prompt": prompt, "--tokens": tokens, "--device": device}
+    if not run and (useless := given(run_only)):
+        raise UsageError(f"{useless}: only for pair --run; add --run, or leave it out")
+    layout = _rows_of(kv_dtype) if run else ""
     gc.disable()  # see options.planned
     names = [str(runtime)] if runtime else ["vllm", "sglang"]
+    folders = Path(prefill), Path(decode)
     findings: list[Finding] = []
-    for name in names:
-        pools = _pools(
-            name, tp, prefill_tp, decode_tp, ep, prefill_ep, decode_ep, sm, kv_dtype, page_size, attention_backend, mtp
-        )
-        findings += belong(Path(prefill), Path(decode), *pools)
+    with pointing_to_check(*folders):
+        for name in names:
+            pools = _pools(
+                name, tp, prefill_tp, decode_tp, ep, prefill_ep, decode_ep, sm, kv_dtype, page_size, attention_backend,
+                mtp,
+            )  # fmt: skip
+            if run:  # D2 says of both pools what K5 says of each
+                findings += [finding for finding in judge(folders, pools)[0] if finding.rule != "K5"]
+            findings += belong(*folders, *pools)
+    findings = merged(findings)
     more: dict[str, Any] = {}
-    garbage = [finding for finding in findings if finding.severity == "silent"]
-    if run and garbage:
-        print(f"not served: {garbage[0].rule} says that the answer would be garbage", file=sys.stderr)
+    stops = [f for f in findings if f.severity == "silent" or (f.severity == "error" and not f.rule.startswith("D"))]
+    if run and stops:
+        print(f"not served: {draw.finding(stops[0])}", file=sys.stderr)
     elif run:
         from ..serving.pair import serve
 
         gc.enable()
-
-        layout = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8_e4m3"}.get(kv_dtype, kv_dtype)
+        asked = prompt or list(PROMPTS)
         with ends_cleanly("interrupted"):
             more = serve(
-                Path(prefill), Path(decode), prompt or list(PROMPTS), tokens=tokens, kv=layout,
-                source=Path(source) if source else None, page_size=page_size or 64, device=device,
+                *folders, asked, tokens=tokens or 32, kv=layout, source=Path(source) if source else None,
+                page_size=page_size or 64, device=device or "cpu",
             )  # fmt: skip
         if not as_json:
-            draw.served(more, prompt or list(PROMPTS))
-    told(f"{prefill} + {decode}", merged(findings), as_json, more)
+            draw.served(more, asked)
+    closing = "" if run else "whether each of them loads is for `check` and `load` to say"
+    told(f"{prefill} + {decode}", findings, as_json, more, closing)
 
 
 #: what `pair --run` is asked where no prompt is given: the trained examples know such text
 PROMPTS = ("Return the number of", "Create a new file", "If the argument is", "Raise an error when")
+
+
+def _rows_of(asked: str) -> str:
+    """The reference runtime's layout for a KV dtype as the runtimes spell it."""
+    from ..serving.deployment import kv_dtype
+
+    found = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8_e4m3"}.get(name := kv_dtype(asked), name)
+    if found == "fp8_e5m2":
+        raise UsageError(
+            "kv dtype fp8_e5m2: the reference runtime has no such rows; give bfloat16, fp8_e4m3 or fp8_ds_mla"
+        )
+    return found
 
 
 def launch(
@@ -233,7 +309,8 @@ def launch(
         mount=mount, transfer=transfer, prefill_host=prefill_host, decode_host=decode_host,
         served_name=served_name, max_model_len=max_model_len,
     )  # fmt: skip
-    made = commands(Path(prefill), Path(decode), *pools, where)
+    with pointing_to_check(Path(prefill), Path(decode)):
+        made = commands(Path(prefill), Path(decode), *pools, where)
     notes = [note._asdict() for note in made.notes]
     if not as_json:
         draw.launch(made)
@@ -262,28 +339,3 @@ def _pools(
         for ranks, experts in ((prefill_tp or tp, prefill_ep or ep), (decode_tp or tp, decode_ep or ep))
     )
     return first, second
-
-
-def merged(findings: list[Finding]) -> list[Finding]:
-    """What both runtimes say in the same words is one finding, of runtime "both"."""
-    told: dict[Finding, set[str]] = {}
-    for finding in findings:
-        told.setdefault(finding._replace(runtime=""), set()).add(finding.runtime)
-    return [key._replace(runtime=names.pop() if len(names) == 1 else "both") for key, names in told.items()]
-
-
-def told(artifact: str, findings: list[Finding], as_json: bool, more: dict[str, Any]) -> None:
-    """Show findings; exit 3 where one of them is more than a warning."""
-    fatal = [finding for finding in findings if finding.severity != "warning"]
-    if as_json:
-        print_json({"ok": not fatal, "findings": [finding._asdict() for finding in findings], **more})
-    else:
-        draw.findings(findings)
-        if limits := more.get("largest_tp"):
-            print(draw.limits(limits))
-        warnings = len(findings) - len(fatal)
-        also = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
-        verdict = f"NOT ok, {len(fatal)} finding{'s' if len(fatal) > 1 else ''}" if fatal else "ok"
-        draw.say(f"{artifact}: {verdict}{also}")
-    if fatal:
-        raise typer.Exit(3)

@@ -114,7 +114,8 @@ class Statistics:
             return None
         try:
             with safe_open(self.folder / file, framework="pt") as held:
-                return held.get_tensor(name)
+                found: Tensor = held.get_tensor(name)
+                return found
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder / file}: cannot be read ({error}), at {name}") from None
 

@@ -231,6 +231,12 @@ def _d5_identity(first: _Pool, second: _Pool, norms: Norms) -> Iterator[Finding]
     for pool in pools:
         if pool.trouble:
             yield _finding("D5", "error", (pool, pool), MANIFEST, f"{pool.trouble}; convert again or get a good copy")
+        elif pool.manifest and pool.manifest.phase not in ("any", pool.phase):
+            recipe = f" (recipe {name})" if (name := pool.manifest.recipe.get("name")) else ""
+            message = (
+                f"made for {pool.manifest.phase}{recipe}, but given to the {pool.phase} pool; swap the two folders"
+            )
+            yield _finding("D5", "warning", (pool, pool), MANIFEST, f"{message} if that was not meant")
     if norms.others:
         message = f"{len(norms.others)} tensors that both hold unquantized differ: the two come from different weights"
         yield _finding("D5", "silent", pools, norms.others[0], f"{message}; fold both artifacts from one source")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import LoadError
+from ..errors import UsageError
 from ..quantize.naming import RUNTIMES
 
-#: what `--kv-dtype` may be, as the runtimes spell it; "auto" leaves it to the runtime
+#: what `--kv-dtype` may be, as the runtimes spell it; "auto" leaves it to the runtime, "bf16" is taken for "bfloat16"
 KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
 SEVERITIES = ("error", "silent", "warning")
 
@@ -37,16 +37,23 @@ class Deployment:
 
     def __post_init__(self) -> None:
         if self.runtime not in RUNTIMES:
-            raise LoadError(f"runtime {self.runtime!r} is unknown; {' and '.join(RUNTIMES)} are known")
+            raise UsageError(f"runtime {self.runtime!r} is unknown; {' and '.join(RUNTIMES)} are known")
         if min(self.tp, self.ep) < 1 or self.tp % self.ep:
-            raise LoadError(f"ep {self.ep} must divide tp {self.tp}, and both be at least 1")
-        if self.kv_dtype not in KV_DTYPES:
-            raise LoadError(f"kv dtype {self.kv_dtype!r} is unknown; known are {', '.join(KV_DTYPES)}")
+            raise UsageError(f"ep {self.ep} must divide tp {self.tp}, and both be at least 1")
+        object.__setattr__(self, "kv_dtype", kv_dtype(self.kv_dtype))
 
     @property
     def expert_tp(self) -> int:
         """Over how many ranks one expert's matrices are cut."""
         return self.tp // self.ep
+
+
+def kv_dtype(text: str) -> str:
+    """One of KV_DTYPES, however 16 bits are spelled. Raises UsageError."""
+    found = {"bf16": "bfloat16"}.get(text, text)
+    if found not in KV_DTYPES:
+        raise UsageError(f"kv dtype {text!r} is unknown; known are {', '.join(KV_DTYPES)}")
+    return found
 
 
 class Finding(NamedTuple):

@@ -7,17 +7,21 @@ as in vLLM 0.32.0, SGLang 0.5.23 and sglang-router 0.3.2.
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import LoadError
+from ..errors import UsageError
 from ..families import Model, identify
 from ..formats.checkpoint import open_checkpoint, side_files
 from .belong import belong
 from .deployment import Deployment, Finding
+from .judge import judge
 from .kv_layout import PHASES, is_dsa, kv_layout
+from .rules.rule import RUNTIME_NAMES
 from .settle import settle
 
 TRANSFERS = ("nixl", "mooncake")
@@ -48,9 +52,21 @@ class Where:
 
     def __post_init__(self) -> None:
         if self.transfer not in TRANSFERS:
-            raise LoadError(f"transfer backend {self.transfer!r} is unknown; {' and '.join(TRANSFERS)} are known")
-        if not self.mount.startswith("/"):
-            raise LoadError(f"mount {self.mount!r} is no absolute path; both artifacts are mounted there, e.g. /model")
+            raise UsageError(f"transfer backend {self.transfer!r} is unknown; {' and '.join(TRANSFERS)} are known")
+        if not re.fullmatch(r"/[^\s:]*", self.mount):
+            raise UsageError(f"mount {self.mount!r} is no absolute path; both artifacts are mounted there, e.g. /model")
+        for name, host in (("prefill", self.prefill_host), ("decode", self.decode_host)):
+            if not _is_host(host):
+                raise UsageError(f"{name} host {host!r} is no address; give a host's name or its IP address")
+
+
+def _is_host(text: str) -> bool:
+    """Whether it is the name or the IP address of a machine."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return all(re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?", label) for label in text.split("."))
+    return True
 
 
 class Note(NamedTuple):
@@ -88,19 +104,26 @@ def launch(
     """Command lines for the pools of one runtime. What a deployment leaves open is chosen so that both agree.
 
     A KV dtype of "auto" becomes that of the other pool, and bfloat16 where both leave it open: it is right for every
-    model without scales. Raises LoadError for a deployment that the runtime cannot have, CheckpointError where a
-    checkpoint cannot be read.
+    model without scales. Raises UsageError for what the runtime cannot have, CheckpointError where a checkpoint cannot
+    be read.
     """
     where = where or Where()
     for at in (prefill_at, decode_at):
         if at.runtime == "vllm" and at.ep not in (1, at.tp):
-            raise LoadError(
+            raise UsageError(
                 f"ep {at.ep} with tp {at.tp}: vLLM spreads experts over all ranks or none; ep is 1 or {at.tp}"
             )
     folders = prefill, decode
     models = [identify(open_checkpoint(folder).config) for folder in folders]
+    for phase, model in zip(PHASES, models, strict=True):
+        if where.max_model_len and (longest := _longest(model)) and where.max_model_len > longest:
+            raise UsageError(
+                f"max model len {where.max_model_len:,}: the {phase} checkpoint has positions for {longest:,} tokens, "
+                f"and {RUNTIME_NAMES[prefill_at.runtime]} does not start with more; give at most that"
+            )
     pools = settle((models[0], models[1]), (prefill_at, decode_at))
-    findings, pools = _judge(folders, pools)
+    findings, pools = judge(folders, pools)
+    findings = list(dict.fromkeys([*findings, *belong(*folders, *pools)]))
     if any(finding.severity in _REFUSED for finding in findings):
         return Launch(findings=findings, at=pools)
     write = _vllm if pools[0].runtime == "vllm" else _sglang
@@ -119,25 +142,14 @@ def launch(
     return Launch(first, second, router, _merged(notes), findings, pools)
 
 
-def _judge(
-    folders: tuple[Path, Path], pools: tuple[Deployment, Deployment]
-) -> tuple[list[Finding], tuple[Deployment, Deployment]]:
-    """What the rules find; a pool whose shared experts would be garbage when fused is served unfused."""
-    from .rules import check
-    from .survey import survey
-
-    findings, settled = [], []
-    for folder, at in zip(folders, pools, strict=True):
-        surveyed = survey(folder)
-        found = check(surveyed, [at])
-        if at.shared_fusion and any(finding.rule == "S6" for finding in found):
-            at = replace(at, shared_fusion=False)
-            found = check(surveyed, [at])
-        findings += found
-        settled.append(at)
-    pair = settled[0], settled[1]
-    findings += belong(*folders, *pair)
-    return list(dict.fromkeys(findings)), pair
+def _longest(model: Model) -> int:
+    """The longest text in tokens that either runtime starts with, 0 where the config does not say."""
+    longest = model.text.get("max_position_embeddings")
+    if not isinstance(longest, int):
+        return 0
+    rope = model.text.get("rope_scaling") or model.text.get("rope_parameters") or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings", longest)
+    return max(longest, int(original * factor)) if isinstance(factor, int | float) else longest
 
 
 _NO_ROUTER = "vLLM's package has no router for two pools: provide a proxy that sends each request to the prefill pool"
@@ -257,8 +269,9 @@ def _address(phase: str, where: Where) -> tuple[str, int]:
 
 def _router(where: Where) -> list[str]:
     command = ["python", "-m", "sglang_router.launch_router", "--pd-disaggregation"]
-    command += ["--prefill", f"http://{where.prefill_host}:{where.prefill_port}", str(where.bootstrap_port)]
-    command += ["--decode", f"http://{where.decode_host}:{where.decode_port}"]
+    hosts = [f"[{host}]" if ":" in host else host for host in (where.prefill_host, where.decode_host)]
+    command += ["--prefill", f"http://{hosts[0]}:{where.prefill_port}", str(where.bootstrap_port)]
+    command += ["--decode", f"http://{hosts[1]}:{where.decode_port}"]
     return [*command, "--host", "0.0.0.0", "--port", str(where.router_port)]
 
 

@@ -1,8 +1,9 @@
 """The pair as it is served: a prefill engine and a decode engine in one process, and the cache that goes between them.
 
 It is a reference, small and exact, and no server: requests are served until each has made as many tokens as it asked
-for. Prompts are computed by the one model, their pages are handed over, converted where the other keeps another layout,
-and the other model goes on in one batch that requests join and leave.
+for. Prompts are computed by the one model, their pages are handed over, and the other model goes on in one batch that
+requests join and leave. Both pools keep rows of one layout, as the runtimes' do, so that bytes are handed over; BF16
+rows may also be encoded on the way.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ def serve(
     *,
     tokens: int = 32,
     kv: str = "bf16",
+    prefill_kv: str | None = None,
     scales: Scales | None = None,
     source: Path | None = None,
     page_size: int = 64,
@@ -188,9 +190,12 @@ def serve(
 ) -> dict[str, Any]:
     """Serve prompts through a pair of artifacts and say how near it is to prefill alone and to the source.
 
+    kv: the layout of the rows in both pools, with `scales`. prefill_kv: another one for prefill's, "bf16": its rows are
+    then encoded when they are handed over, and prompts are computed from rows that nothing was rounded in.
     Returns text (one for each prompt), top1_agreement and mean_kl (against the prefill artifact alone), the same two
-    under `source` (None where none is given), tokens (compared), kv_bytes_per_token of both engines, counters and
-    errors (of stopped requests).
+    under `source` (None where none is given), tokens (compared), kv (the layout of each pool), kv_bytes_per_token of
+    both, counters and errors (of stopped requests). What is compared with keeps BF16 rows, so that what the rows of the
+    pair cost is in the numbers.
     """
     if not prompts or tokens < 2 or page_size < 1:
         raise LoadError(
@@ -202,11 +207,13 @@ def serve(
     tokenizer = encoded[0][1]
     pages = 1 + sum(-(-(len(request.prompt) + tokens) // page_size) for request in requests)
     sizes: dict[str, Any] = {"num_pages": pages, "page_size": page_size, "tracked": tracked}
-    first = Engine(load_model(prefill, device=device), **sizes)
+    model = load_model(prefill, device=device)
+    rows: dict[str, Any] = {"kv": kv, "scales": scales}
+    first = Engine(model, **(rows if prefill_kv in (None, kv) else {"kv": prefill_kv}), **sizes)
     _check_requests(requests, first)
-    second = Engine(load_model(decode, device=device), kv=kv, scales=scales, **sizes)
+    second = Engine(load_model(decode, device=device), **rows, **sizes)
     Pair(first, second).run(requests)
-    alone = agreement(requests, first)
+    alone = agreement(requests, Engine(model, **sizes))
     against = None
     if source is not None:
         against = agreement(requests, Engine(load_model(source, device=device), **sizes))
@@ -217,6 +224,7 @@ def serve(
         "mean_kl": alone.mean_kl,
         "tokens": alone.tokens,
         "source": against and {"top1_agreement": against.top1_agreement, "mean_kl": against.mean_kl},
+        "kv": {"prefill": first.storage.layout.name, "decode": second.storage.layout.name},
         "kv_bytes_per_token": {
             "prefill": first.storage.layout.bytes_per_token,
             "decode": second.storage.layout.bytes_per_token,

@@ -85,7 +85,8 @@ def compare_with_index(
     indexed = set(index.values())
     held = sum(stored.nbytes for stored in tensors.values() if stored.file in indexed)
     if total is not None and total != held and not faults and not broken:
-        message = f"total_size is {total:,}, but the headers hold {held:,} bytes; downloaders show it, nothing else"
+        message = f"total_size is {total:,}, but the headers hold {held:,} bytes: runtimes do not read it, but"
+        message = f"{message} phasefold's other verbs refuse the folder; write {held} there"
         faults.append(Fault(INDEX, message, "warning", "total"))
     names = {name for name in index if name not in tensors}
     stems = {name.rpartition(".")[0] for name in names}

@@ -311,6 +311,19 @@ def test_d5_without_manifests_nothing_is_proven(pair) -> None:
     assert (found.rule, found.severity) == ("D5", "warning") and "decode" in found.message
 
 
+@pytest.mark.parametrize("at", [HOPPER, VLLM], ids=lambda at: at.runtime)
+def test_d5_pools_that_were_exchanged(pair, artifacts, at: Deployment) -> None:
+    prefill, decode = pair()
+    found = belong(decode, prefill, at, at)
+    assert rules(found) == {("D5", "warning")} and len(found) == 2
+    assert "made for decode (recipe glm-decode-int4), but given to the prefill pool" in found[0].message
+    assert "made for prefill" in found[1].message
+    (found,) = belong(prefill, prefill, at, at)
+    assert "given to the decode pool" in found.message
+    plain = artifacts("tiny-glm5", "bf16")  # made for any phase
+    assert belong(plain, decode, at, at) == [] and rules(belong(plain, prefill, at, at)) == {("D5", "warning")}
+
+
 def test_d5_an_altered_manifest(pair) -> None:
     prefill, decode = pair()
     change(decode / MANIFEST, phase="prefill")

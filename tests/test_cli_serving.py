@@ -2,12 +2,17 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import variants
 from safetensors.torch import load_file, save_file
 from test_cli import run, run_json
+
+from phasefold.cli.serving import _hint
+from phasefold.formats.checkpoint import INDEX
+from phasefold.serving.runtimes.load import Loaded
 
 SOURCE = str(variants.EXAMPLES / "tiny-glm4")
 
@@ -62,6 +67,9 @@ def test_check_says_what_it_does_not_know(pair: tuple[str, str]) -> None:
 
 def test_pair(pair: tuple[str, str]) -> None:
     assert run_json("pair", *pair)["ok"] is True
+    said = run("pair", *pair).stdout
+    assert said.endswith("whether each of them loads is for `check` and `load` to say\n")
+    assert "whether each" not in run("pair", *pair, "--kv-dtype", "fp8_ds_mla", code=3).stdout
     served = run_json("pair", *pair, "--run", "--source", SOURCE, "--tokens", "8", "--prompt", "Return the")
     assert served["ok"] and len(served["text"]) == 1 and served["errors"] == []
     assert (
@@ -72,6 +80,51 @@ def test_pair(pair: tuple[str, str]) -> None:
     found = run_json("pair", pair[0], strange, "--run", code=3)
     assert "D1" in {f["rule"] for f in found["findings"]} and "text" not in found
     assert "not served: D1" in run("pair", pair[0], strange, "--run", code=3).stderr
+
+
+def test_rows_of_both_pools_are_told(pair: tuple[str, str]) -> None:
+    said = run("pair", *pair, "--run", "--kv-dtype", "fp8", "--tokens", "2", "--prompt", "x").stdout
+    assert "KV rows: prefill fp8_e4m3, 1,024 bytes a token; decode fp8_e4m3, 1,024 bytes a token" in said
+
+
+def _config_group_of_64(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 64
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _missing_expert(folder: Path) -> None:
+    tensors, config = variants.load(folder)
+    for suffix in ("packed", "scale", "shape"):
+        tensors.pop(f"model.layers.1.mlp.experts.3.up_proj.weight_{suffix}")
+    variants.save(folder, tensors, config)
+
+
+@pytest.mark.parametrize(("broken", "rule"), [(_config_group_of_64, "P2"), (_missing_expert, "C3")])
+def test_a_pair_with_an_artifact_that_does_not_load_is_not_served(
+    pair: tuple[str, str], tmp_path: Path, broken: Callable[[Path], None], rule: str
+) -> None:
+    folder = Path(shutil.copytree(pair[1], tmp_path / "broken"))
+    broken(folder)
+    assert run_json("pair", pair[0], str(folder))["ok"]  # they belong together; check tells the rest
+    done = run("pair", pair[0], str(folder), "--run", code=3)
+    assert f"not served: {rule}" in done.stderr and done.stderr.count("\n") == 1
+    assert f"{rule} " in done.stdout and "decode: model.layers.1.mlp.experts" in done.stdout
+    found = run_json("pair", pair[0], str(folder), "--run", code=3)
+    assert {f["rule"] for f in found["findings"]} == {rule} and "text" not in found
+
+
+def test_what_cannot_be_opened_points_to_check(pair: tuple[str, str], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pair[1], tmp_path / "broken"))
+    index = json.loads((folder / INDEX).read_text())
+    index["metadata"]["total_size"] += 1
+    (folder / INDEX).write_text(json.dumps(index))
+    for words in (["pair", pair[0], str(folder)], ["launch", pair[0], str(folder), "--runtime", "vllm"],
+                  ["load", str(folder)]):  # fmt: skip
+        assert "`phasefold check` tells all that is wrong with it" in run(*words, code=1).stderr
+    found = run_json("check", str(folder), "--runtime", "vllm")
+    (finding,) = found["findings"]
+    assert finding["severity"] == "warning" and "phasefold's other verbs" in finding["message"]
 
 
 @pytest.mark.parametrize("runtime", ["vllm", "sglang"])
@@ -88,34 +141,63 @@ def test_launch(pair: tuple[str, str], runtime: str) -> None:
     wider = ["launch", *pair, "--runtime", runtime, "--decode-tp", "2"]
     assert flag not in run_json(*wider, "--decode-ep", "2")["prefill"]
     assert flag in run_json(*wider, "--decode-ep", "2")["decode"]
-    assert "must divide" in run(*wider, "--ep", "2", code=1).stderr  # and is not dropped in silence
+    assert "must divide" in run(*wider, "--ep", "2", code=2).stderr  # and is not dropped in silence
 
 
 def test_load_in_the_reference_runtime(pair: tuple[str, str]) -> None:
     done = run_json("load", pair[1], "--runtime", "reference", "--prompt", "Return the", "--tokens", "4")
     assert done["ok"] and done["text"] and not done["missing"] and not done["unexpected"]
     assert done["version"].startswith("transformers ") and done["peak_rss_bytes"] > 100e6
+    said = run("load", pair[1], "--tokens", "1").stdout
+    assert f"load of {pair[1]} as Glm4MoeForCausalLM" in said and " tensors, " in said and "nothing" not in said
+    assert ", 0 tensors" not in said and "real of" not in said
+
+
+def test_a_load_that_fails_points_to_check(pair: tuple[str, str], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pair[1], tmp_path / "broken"))
+    _missing_expert(folder)
+    said = run("load", str(folder), "--runtime", "transformers", "--tokens", "1", code=3).stdout
+    assert f"`phasefold check {folder}` tells what the load rules find" in said
+    shared = Loaded("sglang", mode="dry", unexpected=["model.layers.1.mlp.shared_experts.up_proj.weight"])
+    assert "--no-shared-fusion" in _hint("x", shared, fused=True)
+    assert "`phasefold check x --runtime sglang`" in _hint("x", shared, fused=False)
+    assert _hint("x", Loaded("vllm", mode="dry"), fused=True) == ""
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
         (["check", "nowhere"], 1, "nowhere"),
-        (["check", SOURCE, "--tp", "4", "--ep", "3"], 1, "must divide"),
-        (["check", SOURCE, "--kv-dtype", "fp7"], 1, "fp7"),
+        (["check", SOURCE, "--tp", "4", "--ep", "3"], 2, "must divide"),
+        (["check", SOURCE, "--kv-dtype", "fp7"], 2, "fp7"),
         (["check", SOURCE, "--runtime", "ollama"], 2, "ollama"),
-        (["pair", SOURCE, SOURCE, "--ep", "2"], 1, "must divide"),
+        (["pair", SOURCE, SOURCE, "--ep", "2"], 2, "must divide"),
+        (["pair", SOURCE, SOURCE, "--prompt", "x", "--tokens", "5"], 2, "--prompt and --tokens: only for pair --run"),
+        (["pair", SOURCE, SOURCE, "--source", SOURCE], 2, "--source: only for pair --run"),
+        (["pair", SOURCE, SOURCE, "--device", "cpu"], 2, "--device: only for pair --run"),
+        (["pair", SOURCE, SOURCE, "--run", "--kv-dtype", "fp8_e5m2"], 2, "no such rows"),
         (["load", "nowhere"], 1, "nowhere"),
-        (["load", SOURCE, "--runtime", "reference", "--mode", "dry"], 1, "dry"),
+        (["load", SOURCE, "--runtime", "reference", "--mode", "dry"], 2, "dry"),
+        (["load", SOURCE, "--runtime", "reference", "--tp", "2"], 2, "--tp: without meaning for load --runtime ref"),
+        (["load", SOURCE, "--runtime", "transformers", "--data", "--sm", "90"], 2, "--sm and --data: without meaning"),
+        (["load", SOURCE, "--runtime", "vllm", "--mode", "dry", "--prompt", "x"], 2, "--prompt: without meaning"),
+        (["load", SOURCE, "--runtime", "vllm", "--mode", "reference", "--tp", "2"], 2, "--tp: without meaning"),
+        (["load", SOURCE, "--runtime", "vllm", "--no-shared-fusion"], 2, "--no-shared-fusion: without meaning"),
+        (["load", SOURCE, "--runtime", "sglang", "--mode", "real", "--data"], 2, "--data: without meaning"),
+        (["load", SOURCE, "--runtime", "sglang", "--kv-dtype", "fp7"], 2, "fp7"),
         (["pair", SOURCE, "nowhere"], 1, "nowhere"),
         (["launch", SOURCE, SOURCE], 2, "--runtime"),
-        (["launch", SOURCE, SOURCE, "--runtime", "vllm", "--transfer", "pigeon"], 1, "pigeon"),
+        (["launch", SOURCE, SOURCE, "--runtime", "vllm", "--transfer", "pigeon"], 2, "pigeon"),
+        (["launch", SOURCE, SOURCE, "--runtime", "vllm", "--mount", "model"], 2, "absolute path"),
+        (["launch", SOURCE, SOURCE, "--runtime", "vllm", "--decode-host", "a b;c"], 2, "no address"),
+        (["launch", SOURCE, SOURCE, "--runtime", "vllm", "--max-model-len", "99999999"], 2, "2,048 tokens"),
+        (["launch", SOURCE, SOURCE, "--runtime", "vllm", "--tp", "4", "--ep", "2"], 2, "all ranks or none"),
     ],
 )
 def test_refusals(words: list[str], code: int, said: str) -> None:
     done = run(*words, code=code)
     assert said in done.stderr
-    if code == 1:
+    if code == 1 or "Usage:" not in done.stderr:
         assert done.stderr.count("\n") == 1 and done.stderr.startswith("phasefold: ")
 
 

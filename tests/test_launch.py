@@ -13,7 +13,7 @@ import pytest
 import sparse
 from pairs import RECIPES, make_pair
 
-from phasefold.errors import LoadError
+from phasefold.errors import UsageError
 from phasefold.families import Model, identify
 from phasefold.serving.deployment import Deployment
 from phasefold.serving.kv_layout import PHASES, kv_layout
@@ -175,12 +175,62 @@ def test_a_changed_artifact_gets_no_command_line(pair, tmp_path: Path) -> None:
 
 
 def test_what_no_runtime_can_have(pair) -> None:
-    with pytest.raises(LoadError, match="spreads experts over all ranks or none"):
+    with pytest.raises(UsageError, match="spreads experts over all ranks or none"):
         launch(*pair("tiny-kimi"), replace(VLLM, tp=4, ep=2), VLLM)
-    with pytest.raises(LoadError, match="nixl and mooncake"):
+    with pytest.raises(UsageError, match="nixl and mooncake"):
         Where(transfer="carrier pigeon")
-    with pytest.raises(LoadError, match="absolute path"):
-        Where(mount="model")
+    for mount in ("model", "/mo del", "/a:ro", ""):
+        with pytest.raises(UsageError, match="absolute path"):
+            Where(mount=mount)
+    with pytest.raises(UsageError, match="kv dtype 'fp7' is unknown"):
+        Deployment("vllm", kv_dtype="fp7")
+
+
+@pytest.mark.parametrize("host", ["a b;c", "", "-x", "http://a", "a:80", "a/b", "a..b", "$(id)"])
+def test_hosts_that_are_none(host: str) -> None:
+    with pytest.raises(UsageError, match="decode host .* is no address"):
+        Where(decode_host=host)
+
+
+def test_hosts_that_are(pair) -> None:
+    Where(prefill_host="node-1.cluster.local", decode_host="pool_2")
+    router = launch(*pair("tiny-kimi"), HOPPER, HOPPER, Where(prefill_host="fd00::1", decode_host="10.0.0.2")).router
+    assert router[router.index("--prefill") + 1] == "http://[fd00::1]:30000"
+    assert options(router)["--decode"] == "http://10.0.0.2:30001"
+
+
+@pytest.mark.parametrize("at", [HOPPER, VLLM], ids=lambda at: at.runtime)
+def test_a_text_longer_than_the_models_positions(pair, at: Deployment) -> None:
+    assert launch(*pair("tiny-kimi"), at, at, Where(max_model_len=2048)).ok
+    with pytest.raises(UsageError, match=r"2,049: the prefill checkpoint has positions for 2,048 tokens"):
+        launch(*pair("tiny-kimi"), at, at, Where(max_model_len=2049))
+
+
+def test_positions_that_rope_scaling_stretches(pair, tmp_path: Path) -> None:
+    """YaRN as Kimi-K2 has it: what it stretches to, from the positions it was trained with."""
+    folders = tmp_path / "prefill", tmp_path / "decode"
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    for made, folder in zip(pair("tiny-kimi"), folders, strict=True):
+        shutil.copytree(made, folder)
+        config = json.loads((folder / "config.json").read_text()) | {"rope_scaling": scaling, "rope_parameters": None}
+        (folder / "config.json").write_text(json.dumps(config))
+    assert launch(*folders, HOPPER, HOPPER, Where(max_model_len=8192)).ok
+    with pytest.raises(UsageError, match="positions for 8,192 tokens"):
+        launch(*folders, HOPPER, HOPPER, Where(max_model_len=8193))
+
+
+def test_16_bits_have_two_names(pair) -> None:
+    assert Deployment("sglang", kv_dtype="bf16") == Deployment("sglang", kv_dtype="bfloat16")
+
+
+def test_findings_of_a_pool_say_which(pair, tmp_path: Path) -> None:
+    prefill, decode = pair("tiny-kimi")
+    shutil.copytree(decode, tmp_path / "decode")
+    config = json.loads((tmp_path / "decode" / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 64
+    (tmp_path / "decode" / "config.json").write_text(json.dumps(config))
+    found = launch(prefill, tmp_path / "decode", HOPPER, HOPPER)
+    assert {(f.rule, f.subject.partition(": ")[0]) for f in found.findings} == {("P2", "decode")}
 
 
 def model(name: str) -> Model:

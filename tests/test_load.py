@@ -12,7 +12,7 @@ import torch
 import variants
 from transformers import AutoModelForCausalLM
 
-from phasefold.errors import LoadError
+from phasefold.errors import CheckpointError, LoadError, UsageError
 from phasefold.formats.checkpoint import open_checkpoint
 from phasefold.quantize.convert import convert
 from phasefold.quantize.plan import make_plan
@@ -98,7 +98,7 @@ def test_a_missing_scale_is_told_though_transformers_does_not(tmp_path: Path) ->
 
 
 def test_no_such_folder_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="no such folder"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         serving.load(tmp_path / "nowhere", "transformers")
 
 
@@ -199,7 +199,7 @@ def test_a_runtime_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_is_asked_must_make_sense(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="is no runtime"):
         serving.load(tmp_path, "llama.cpp")
-    with pytest.raises(LoadError, match="has no mode 'reference'"):
+    with pytest.raises(UsageError, match="has no mode 'reference'"):
         serving.load(tmp_path, "sglang", mode="reference")
     assert all(version and text for table in PROVEN.values() for version, text in table.items())
 

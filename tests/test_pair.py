@@ -256,11 +256,14 @@ def test_serve_and_generate() -> None:
     prompts = ["Return a list of the", "If the file does not exist, "]
     found = serve(prefill, decode, prompts, tokens=24, kv="fp8_ds_mla", source=variants.EXAMPLES / "tiny-kimi")
     assert len(found["text"]) == 2 and all(found["text"]) and found["errors"] == [] and found["tokens"] == 46
-    assert found["kv_bytes_per_token"] == {"prefill": 4 * 320, "decode": 4 * 196}
+    assert found["kv"] == {"prefill": "fp8_ds_mla", "decode": "fp8_ds_mla"}  # as `launch` starts both pools
+    assert found["kv_bytes_per_token"] == {"prefill": 4 * 196, "decode": 4 * 196}
     for numbers in (found, found["source"]):
         assert 0 < numbers["mean_kl"] < 0.01 and numbers["top1_agreement"] > 0.9
     assert found["counters"]["checks"] > 0 and found["counters"]["mismatches"] == 0
     json.dumps(found)
+    encoded = serve(prefill, decode, prompts, tokens=24, kv="fp8_ds_mla", prefill_kv="bf16")
+    assert encoded["kv_bytes_per_token"] == {"prefill": 4 * 320, "decode": 4 * 196}
     with pytest.raises(LoadError, match="1 prompts, 1 tokens, pages of 64: a pair needs a prompt, two tokens"):
         serve(prefill, decode, ["x"], tokens=1)
     one = generate(decode, prompts[0], 12)
@@ -269,6 +272,16 @@ def test_serve_and_generate() -> None:
     assert one["text"] == tokenizer.decode(theirs)
     assert one["tensors"] == len(open_checkpoint(decode).tensors) and one["version"].startswith("transformers 5.")
     assert generate(decode, None, 3)["text"]
+
+
+def test_served_rows_take_the_scales_in_both_pools() -> None:
+    """Equal bytes are handed over only between rows of equal scales; and what is compared with has BF16 rows."""
+    prefill, decode = artifact("tiny-glm4", "prefill"), artifact("tiny-glm4", "decode")
+    asked = {"prompts": ["Return a list of the"], "tokens": 8, "kv": "fp8_e4m3"}
+    coarse = serve(prefill, decode, **asked, scales=scales_of(loaded("tiny-glm4"), 64.0))
+    plain = serve(prefill, decode, **asked)
+    assert coarse["kv"] == plain["kv"] == {"prefill": "fp8_e4m3", "decode": "fp8_e4m3"}
+    assert coarse["mean_kl"] > 5 * plain["mean_kl"] > 0  # most values of the cache underflow at 64
 
 
 def test_nothing_to_compare_is_said() -> None:

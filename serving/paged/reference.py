@@ -13,7 +13,7 @@ from .weights import load_model
 
 
 def generate(folder: Path, prompt: str | None, tokens: int, *, device: str = "cpu") -> dict[str, Any]:
-    """Continue a prompt (one of ours without one) greedily. Returns version, text and how many tensors were decoded.
+    """Continue a prompt (one of ours without one) greedily. Returns version, class, text, how many tensors were decoded.
 
     Where the checkpoint has no tokenizer the text is the numbers of the tokens. Raises as `load_model` does, and the
     error of a page if there is one.
@@ -33,7 +33,8 @@ def generate(folder: Path, prompt: str | None, tokens: int, *, device: str = "cp
     if request.error is not None:
         raise request.error
     text = tokenizer.decode(request.output) if tokenizer else " ".join(map(str, request.output))
-    return {"version": f"transformers {transformers.__version__}", "text": text, "tensors": loaded.tensors}
+    version, name = f"transformers {transformers.__version__}", type(loaded.model).__name__
+    return {"version": version, "model_class": name, "text": text, "tensors": loaded.tensors}
 
 
 def encode(folder: Path, prompt: str | None) -> tuple[list[int], Any]:

@@ -107,10 +107,13 @@ class Layout:
 
 
 def make_layout(name: str, layers: Sequence[CacheLayer], scales: Scales | None = None) -> Layout:
-    """The layout `name` for a model's decoder layers. `scales`: layer -> part -> scale of fp8_e4m3; None is 1.0.
+    """The layout `name` ("bfloat16" is "bf16") for a model's decoder layers.
+
+    scales: layer -> part -> scale of fp8_e4m3; None is 1.0.
 
     Raises LoadError where there is no such layout for the model, or where scales do not fit it.
     """
+    name = {"bfloat16": "bf16"}.get(name, name)
     if name not in LAYOUTS:
         raise LoadError(f"KV layout {name!r} is unknown; known are {', '.join(LAYOUTS)}")
     if scales is not None and name != "fp8_e4m3":

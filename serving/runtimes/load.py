@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import LoadError
+from ...errors import CheckpointError, LoadError, UsageError
 from .logs import about_weights, flat
 from .versions import gap_of, proven
 
@@ -100,10 +100,11 @@ def load(
     weights too, and looks for what was never written by its value. shared_fusion: SGLang may serve shared experts as
     routed ones. dtype: in which vLLM's reference mode computes.
     timeout: seconds.
-    Raises LoadError where the runtime cannot be asked: not installed, killed, crashed, out of time.
+    Raises LoadError where the runtime cannot be asked: not installed, killed, crashed, out of time; CheckpointError
+    where the folder cannot be opened, UsageError for a mode that the runtime has not.
     """
     if mode is not None and mode not in MODES.get(runtime, ("real",)):
-        raise LoadError(f"{runtime}: has no mode {mode!r}, only {', '.join(MODES.get(runtime, ('real',)))}")
+        raise UsageError(f"{runtime}: has no mode {mode!r}, only {', '.join(MODES.get(runtime, ('real',)))}")
     interpreter = python or find_python(runtime)
     job = {
         "folder": str(Path(folder).resolve()), "runtime": runtime, "mode": mode, "prompt": prompt, "tokens": tokens,
@@ -111,7 +112,7 @@ def load(
     }  # fmt: skip
     found = run_worker(interpreter, job, timeout)
     if "error" in found:
-        raise LoadError(found["error"])
+        raise (CheckpointError if found["damaged"] else LoadError)(found["error"])
     known = {name: found[name] for name in Loaded.__dataclass_fields__ if name in found}
     loaded = Loaded(**known | {"runtime": runtime})
     loaded.proven = proven("transformers" if runtime == "reference" else runtime, loaded.version.rpartition(" ")[2])

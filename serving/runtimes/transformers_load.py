@@ -68,6 +68,7 @@ def generate(folder: Path, prompt: str | None, tokens: int) -> dict[str, Any]:
     return {
         "version": transformers.__version__,
         "model_class": type(model).__name__,
+        "tensors": len(checkpoint.tensors),
         "missing": missing,
         "unexpected": extra,
         "text": tokenizer.decode(made) if tokenizer else " ".join(map(str, made)),

@@ -48,7 +48,7 @@ def generate(
     watch_loading(watched)
     log = WeightLog("vllm")
     found = run(folder, prompt, tokens, kv_dtype=kv_dtype, dtype=dtype, max_model_len=256)
-    return found | watched | {"log": log.lines, "notes": notes}
+    return found | watched | {"tensors": len(checkpoint.tensors), "log": log.lines, "notes": notes}
 
 
 def decode_after_loading() -> None:

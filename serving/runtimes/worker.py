@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from ...errors import PhasefoldError
+from ...errors import CheckpointError, PhasefoldError
 from .logs import flat, one_line
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     try:
         answer = ask(**job)
     except PhasefoldError as error:
-        answer = {"error": flat(str(error))}
+        answer = {"error": flat(str(error)), "damaged": isinstance(error, CheckpointError)}
     answer["wall_seconds"] = round(time.monotonic() - started, 2)
     answer["peak_rss_bytes"] = peak_rss()
     partial = result.with_suffix(".partial")
