@@ -1,6 +1,7 @@
 """Calibration statistics on disk: what `calibrate` leaves, and `kv` and `convert --stats` read.
 
 A folder with one safetensors file a decoder layer and, written last, statistics.json: a folder that has it is finished.
+statistics.json says of the source its name, digest and config.json (`config`), so that its cache's shape is known.
 Tensors are named by the module that they belong to (its name on the hub without ".weight") and a suffix:
 
     MODULE.second_moment   F32 [in]      mean of x^2 of each input channel, over the tokens that reached the module

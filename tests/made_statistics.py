@@ -21,6 +21,7 @@ def make_statistics(folder: Path, source: Path, layers: Mapping[int, Mapping[str
         "tool": __version__,
         "source": {"name": source.name, "digest": checkpoint.digest},
         "architecture": checkpoint.config["model_type"],
+        "config": dict(checkpoint.config),
         "text": {"digest": "0" * 64, "files": 1, "documents": 1},
         "tokens": 1024,
         "heldout_tokens": 128,
