@@ -13,8 +13,9 @@ import typer
 from .. import __version__
 from ..errors import PhasefoldError, UsageError
 from .artifacts import convert, inspect, plan, recipes, verify
+from .load import load
 from .options import fail
-from .serving import check, launch, load, pair
+from .serving import check, launch, pair
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -42,6 +42,10 @@ Mtp = Annotated[
     typer.Option(help="MTP layers: quantized by the rules, kept or dropped; else as the recipe says."),
 ]
 ShardSize = Annotated[str, typer.Option(help="Largest size of an output shard, with a unit: 5GB, 4GiB.")]
+Artifact = Annotated[str, typer.Argument(metavar="ARTIFACT", help="Folder of a checkpoint, ours or anybody's.")]
+SharedFusion = Annotated[
+    bool, typer.Option(help="SGLang may fuse shared experts (it runs without --disable-shared-experts-fusion).")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Workers = Annotated[int | None, typer.Option(min=1, max=256, help="Threads; as many as there are cores if not given.")]
 

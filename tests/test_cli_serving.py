@@ -10,7 +10,7 @@ import variants
 from safetensors.torch import load_file, save_file
 from test_cli import run, run_json
 
-from phasefold.cli.serving import _hint
+from phasefold.cli.load import _hint
 from phasefold.formats.checkpoint import INDEX
 from phasefold.serving.runtimes.load import Loaded
 
@@ -83,8 +83,8 @@ def test_pair(pair: tuple[str, str]) -> None:
 
 
 def test_rows_of_both_pools_are_told(pair: tuple[str, str]) -> None:
-    said = run("pair", *pair, "--run", "--kv-dtype", "fp8", "--tokens", "2", "--prompt", "x").stdout
-    assert "KV rows: prefill fp8_e4m3, 1,024 bytes a token; decode fp8_e4m3, 1,024 bytes a token" in said
+    said = run("pair", *pair, "--run", "--kv-dtype", "fp8_e4m3", "--tokens", "2", "--prompt", "x").stdout
+    assert "KV rows: prefill fp8_e4m3, 512 bytes a token; decode fp8_e4m3, 512 bytes a token" in said
 
 
 def _config_group_of_64(folder: Path) -> None:
@@ -97,6 +97,8 @@ def _missing_expert(folder: Path) -> None:
     tensors, config = variants.load(folder)
     for suffix in ("packed", "scale", "shape"):
         tensors.pop(f"model.layers.1.mlp.experts.3.up_proj.weight_{suffix}")
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink()
     variants.save(folder, tensors, config)
 
 

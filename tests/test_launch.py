@@ -80,7 +80,7 @@ def test_every_flag_that_is_not_a_place_has_a_reason(pair) -> None:
     for at in (HOPPER, VLLM):
         for base in RECIPES:
             at = replace(at, mtp=True)
-            found = launch(*pair(base, "mtp"), at, at, Where(served_name="glm", max_model_len=4096))
+            found = launch(*pair(base, "mtp"), at, at, Where(served_name="glm", max_model_len=2048))
             assert found.ok
             said = reasons(found)
             for argv in (found.prefill, found.decode):
@@ -188,7 +188,7 @@ def test_what_no_runtime_can_have(pair) -> None:
 
 @pytest.mark.parametrize("host", ["a b;c", "", "-x", "http://a", "a:80", "a/b", "a..b", "$(id)"])
 def test_hosts_that_are_none(host: str) -> None:
-    with pytest.raises(UsageError, match="decode host .* is no address"):
+    with pytest.raises(UsageError, match=r"decode host .* is no address"):
         Where(decode_host=host)
 
 

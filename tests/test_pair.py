@@ -278,10 +278,10 @@ def test_served_rows_take_the_scales_in_both_pools() -> None:
     """Equal bytes are handed over only between rows of equal scales; and what is compared with has BF16 rows."""
     prefill, decode = artifact("tiny-glm4", "prefill"), artifact("tiny-glm4", "decode")
     asked = {"prompts": ["Return a list of the"], "tokens": 8, "kv": "fp8_e4m3"}
-    coarse = serve(prefill, decode, **asked, scales=scales_of(loaded("tiny-glm4"), 64.0))
+    coarse = serve(prefill, decode, **asked, scales=scales_of(loaded("tiny-glm4"), 1024.0))
     plain = serve(prefill, decode, **asked)
     assert coarse["kv"] == plain["kv"] == {"prefill": "fp8_e4m3", "decode": "fp8_e4m3"}
-    assert coarse["mean_kl"] > 5 * plain["mean_kl"] > 0  # most values of the cache underflow at 64
+    assert coarse["mean_kl"] > 5 * plain["mean_kl"] > 0  # most values of the cache underflow
 
 
 def test_nothing_to_compare_is_said() -> None:

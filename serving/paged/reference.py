@@ -13,7 +13,7 @@ from .weights import load_model
 
 
 def generate(folder: Path, prompt: str | None, tokens: int, *, device: str = "cpu") -> dict[str, Any]:
-    """Continue a prompt (one of ours without one) greedily. Returns version, class, text, how many tensors were decoded.
+    """Continue a prompt (one of ours without one) greedily. Returns version, class, text and number of tensors.
 
     Where the checkpoint has no tokenizer the text is the numbers of the tokens. Raises as `load_model` does, and the
     error of a page if there is one.
