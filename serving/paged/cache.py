@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
+from ...calib.model import NEEDED
 from ...errors import LoadError
 from .pages import NULL, Lease, PagePool
 from .rows import Layout, Row
-
-NEEDED = "transformers>=5.19,<6"  # from 5.19 on MLA models cache what the runtimes hold, the latent
 
 try:
     from transformers import __version__ as found

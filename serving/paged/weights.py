@@ -6,30 +6,27 @@ of the language model and are left out; anything else that does not find its pla
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import CheckpointError, LoadError
-from ...families import CacheLayer, Model
-from ...formats import DTYPES
+from ...calib.model import (
+    WRAPPER,
+    check_device,
+    decode,
+    refuse_linear_attention,
+    text_config,
+    text_items,
+    version,
+)
+from ...errors import LoadError
+from ...families import CacheLayer
 from ...formats.checkpoint import Reader, open_checkpoint
-from ...quantize.account import Item, account
+from ...quantize.account import account
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-#: model types of the hub that transformers knows under another name
-ALIASES = {"kimi_k2": "deepseek_v3"}
-_DTYPES = {
-    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
-}  # fmt: skip
-_NOT_TEXT = ("vision", "projector", "buffer")
-_WRAPPER = "language_model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,33 +49,22 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, device: str
     Raises CheckpointError for a checkpoint that is not right, LoadError where transformers has no class for it, where a
     tensor is missing or finds no place, or where torch has no such device.
     """
-    _check_device(device)
+    check_device(device)
     checkpoint = open_checkpoint(folder)
     found = account(checkpoint)
-    wanted = [item for item in found.items if not item.spec.mtp and item.spec.role not in _NOT_TEXT]
+    wanted = text_items(found.items)
     layers = tuple(layer for layer in found.model.cache() if not layer.mtp)
-    if not all(layer.parts for layer in layers):
-        kind = found.model.text["model_type"]
-        raise LoadError(
-            f"{folder}: {kind} has linear attention, which keeps a state and no rows: the reference has no such cache"
-        )
+    refuse_linear_attention(folder, found.model)
     config = text_config(found.model)
-    reader = Reader(checkpoint)
+    reader, state = Reader(checkpoint), {}
     try:
-        state = {item.spec.name.removeprefix(_WRAPPER): value for item, value in _decoded(reader, wanted, dtype)}
+        for item in wanted:
+            value = decode(reader, item)
+            state[item.spec.name.removeprefix(WRAPPER)] = value if item.format.plain else value.to(dtype)
     finally:
         reader.close()
     model = _placed(config, state, dtype, folder)
     return Loaded(model.to(device).eval(), layers, sum(len(item.parts) for item in wanted), folder)
-
-
-def _check_device(device: str) -> None:
-    """LoadError where torch cannot use it; told before the weights are decoded."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the second where torch was built without it
-        why = str(error).partition("\n")[0][:160]
-        raise LoadError(f"device {device!r}: this torch cannot use it ({why}); cpu always works") from None
 
 
 def _placed(config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> Any:
@@ -103,7 +89,7 @@ def _placed(config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype, fol
     finally:
         if shown:
             bars.enable_progress_bar()
-    where = f"{folder}: {type(model).__name__} of {_version()}"
+    where = f"{folder}: {type(model).__name__} of {version()}"
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if bad := sorted(map(str, info[kind])):
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
@@ -113,48 +99,3 @@ def _placed(config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype, fol
     if placed != elements:
         raise LoadError(f"{where}: {placed:,} elements of the {elements:,} given found a place")
     return model
-
-
-def text_config(model: Model) -> Any:
-    """The language model's config as transformers' own class, without any quantization: weights come decoded."""
-    from transformers import AutoConfig
-    from transformers.models.auto import modeling_auto
-
-    classes: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    values = dict(model.text)
-    kind = values.pop("model_type")
-    for key in ("quantization_config", "compression_config", "auto_map", "transformers_version"):
-        values.pop(key, None)
-    values["num_nextn_predict_layers"] = 0
-    kind = ALIASES.get(kind, kind)
-    try:
-        config = AutoConfig.for_model(kind, **values)
-    except ValueError:
-        raise LoadError(
-            f"model_type {kind}: {_version()} has no class for it; the reference runtime needs one"
-        ) from None
-    if type(config) not in classes:
-        raise LoadError(f"model_type {kind}: {_version()} has no causal language model for {type(config).__name__}")
-    return config
-
-
-def _version() -> str:
-    import transformers
-
-    return f"transformers {transformers.__version__}"
-
-
-def _decoded(reader: Reader, items: list[Item], dtype: torch.dtype) -> Iterator[tuple[Item, torch.Tensor]]:
-    """Each item's values: `dtype` where it is quantized, as it is stored where it is not."""
-    for item in items:
-        parts = {part.suffix: _read(reader, item.module + part.suffix, part.dtype, part.shape) for part in item.parts}
-        value = parts[item.parts[0].suffix] if item.format.plain else item.format.decode(parts, item.shape)
-        if not bool(torch.isfinite(value).all()):
-            raise CheckpointError(f"{reader.checkpoint.folder}: {item.spec.name}: a value is not finite")
-        yield item, value if item.format.plain else value.to(dtype)
-
-
-def _read(reader: Reader, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    raw = bytearray(math.prod(shape) * DTYPES[dtype])
-    reader.read(name, 0, memoryview(raw))
-    return torch.frombuffer(raw, dtype=_DTYPES[dtype]).reshape(shape)
