@@ -133,7 +133,10 @@ def _fp8_reader(config: Mapping[str, Any], runtime: str) -> Callable[[Built], An
     are skipped where their name is a part of an entry.
     """
     declared = "fp8-block" if config.get("weight_block_size") else "fp8-tensor"
-    listed = list(config.get("ignored_layers") or config.get("modules_to_not_convert") or ())
+    for key in ("ignored_layers", "modules_to_not_convert"):
+        if config.get(key) and not isinstance(config[key], list):
+            raise ValueError(f"{key} is a {type(config[key]).__name__}, expected a list of names")
+    listed = config.get("ignored_layers") or config.get("modules_to_not_convert") or []
     if runtime == "vllm":
         listed = [PROJECTOR.get(name, name) for name in listed]
     else:

@@ -373,6 +373,9 @@ MUTATIONS = (
         lambda config: config.update(sparsity_config={"targets": ["Linear"], "format": "sparse-24-bitmask"}))),
     Mutation("a method that is not judged", "C7", "kimi-bf16", both(WARNING), None,
              _config(quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})),
+    Mutation("no moe_layer_freq", "C8", "kimi", {"sglang": ERROR}, "accepts", lambda t, c: c.pop("moe_layer_freq")),
+    Mutation("no moe_layer_freq, GLM-5", "C8", "glm5", {"sglang": ERROR}, "accepts",
+             lambda t, c: c.pop("moe_layer_freq")),
     # ------------------------------------------------------------------------------------------------ P: INT4
     Mutation("expert with half of its rows", "P1", "kimi", both(SILENT), "accepts",
              _set(f"{GATE}.weight_packed", lambda t: t[f"{GATE}.weight_packed"][:64])),
@@ -504,15 +507,18 @@ class FullSize(NamedTuple):
 
 
 GLM46, FLASH, GLM5 = "zai-org/GLM-4.6", "zai-org/GLM-4.7-Flash", "zai-org/GLM-5.2"
+AIR = "zai-org/GLM-4.5-Air"
 FULL_SIZE = (
     FullSize("T1", GLM46, "glm-decode-int4-g128", {"tp": 8}, {"vllm": ERROR, "sglang": SILENT}, "192 columns"),
+    FullSize("T1", GLM46, "glm-decode-int4", {"tp": 32}, both(ERROR), "48 columns"),  # and no tile of SGLang's either
     FullSize("T2", GLM5, ("int4-g128", "dense_mlp"), {"tp": 64}, both(ERROR), "192 columns"),
     FullSize(
         "T3", "moonshotai/Kimi-K2-Instruct", ("int4-g128", "routed_expert"), {"tp": 16}, {"vllm": SILENT}, "vllm#50196"
     ),
     FullSize("T4", GLM46, "glm-decode-int4", {"tp": 16}, {"sglang": ERROR}, "5120 x 96"),
     FullSize("T5", FLASH, "glm-prefill-fp8", {"tp": 4}, both(ERROR), "2240 rows"),
-    FullSize("T5", "zai-org/GLM-4.5-Air", ("fp8-block", "dense_mlp"), {"tp": 1}, both(ERROR), "10944 rows"),
+    FullSize("T5", AIR, ("fp8-block", "dense_mlp"), {"tp": 1}, both(ERROR), "10944 rows"),
     FullSize("T6", GLM46, ("fp8-block", "routed_expert"), {"tp": 8}, {"vllm": WARNING, "sglang": ERROR}, "192 columns"),
     FullSize("T8", FLASH, "bf16", {"tp": 8}, both(ERROR), "is 20"),
+    FullSize("T8", AIR, "glm-decode-int4", {"tp": 3}, both(ERROR), "3 ranks"),  # one line for what does not divide
 )

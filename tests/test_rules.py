@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from phasefold.errors import CheckpointError
 from phasefold.families import identify
 from phasefold.formats.checkpoint import open_checkpoint
+from phasefold.quantize import resolve
 from phasefold.quantize.convert import convert
 from phasefold.quantize.plan import make_plan
 from phasefold.recipes import load, names, parse
@@ -260,6 +261,12 @@ def test_largest_tp(cut, model: str, format_: str, vllm: int, sglang: int, vllm_
     assert [largest_tp(found, runtime, ep_whole=True) for runtime in RUNTIMES] == [vllm_ep, sglang_ep]
 
 
+def test_largest_tp_with_experts_in_parallel(cut) -> None:
+    """EP halves, quarters ... over how many ranks an expert is cut."""
+    found = cut("zai-org/GLM-4.6", "int4-g128")
+    assert [largest_tp(found, "sglang", ep=ep) for ep in (1, 2, 4, 8)] == [4, 8, 16, 32]
+
+
 # ------------------------------------------------------------------------------------------------ anybody's
 
 
@@ -282,7 +289,59 @@ def test_faults_of_one_kind_are_one_finding(artifact, tmp_path: Path) -> None:
     found = survey(variants.save(tmp_path / "broken", kept, config))
     (finding,) = check(found, [Deployment(runtime) for runtime in RUNTIMES])
     assert finding.runtime == "both"
-    assert finding.subject == "model.layers.1.mlp.experts.0.gate_proj.weight and 143 more"
+    assert finding.subject == "model.layers.1.mlp.experts.0.gate_proj and 143 more"
+
+
+def test_layers_that_are_missing_are_counted_apart_from_modules(artifact, tmp_path: Path) -> None:
+    tensors, config = variants.load(artifact("kimi"))
+    gone = [name for name in tensors if ".layers.1." in name or ".layers.2." in name]
+    kept = {name: tensor for name, tensor in tensors.items() if name not in (*gone, "model.norm.weight")}
+    found = told(survey(variants.save(tmp_path / "broken", kept, config)), "sglang")
+    assert [(f.rule, f.subject) for f in found] == [("C4", "layer 1 and 1 more"), ("C4", "model.norm.weight")]
+    assert "as a whole" in found[0].message
+
+
+def test_a_missing_expert_is_named_as_a_module(artifact, tmp_path: Path) -> None:
+    tensors, config = variants.load(artifact("kimi"))
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.experts.3.up_proj" not in name}
+    (found,) = told(survey(variants.save(tmp_path / "broken", kept, config)), "sglang")
+    assert (found.rule, found.subject) == ("C3", "model.layers.1.mlp.experts.3.up_proj")
+
+
+def test_an_unknown_backend_is_blamed_on_its_own_option(artifact) -> None:
+    seen = survey(artifact("kimi"))
+    for at in ({"attention_backend": "fa9"}, {"attention_backend": "fa9", "kv_dtype": "bf16"}):
+        (found,) = told(seen, "sglang", **at)
+        assert (found.rule, found.subject) == ("K5", "--attention-backend fa9")
+    (found,) = told(seen, "sglang", kv_dtype="fp8", attention_backend="fa3")
+    assert found.subject == "--kv-cache-dtype fp8"
+
+
+def test_advice_that_can_be_followed(cut) -> None:
+    """Nothing is smaller than groups of 32, and no smaller TP than one."""
+    for model, format_, tp, smaller in (
+        ("zai-org/GLM-4.6", "int4-g32", 32, False),
+        ("zai-org/GLM-4.6", "int4-g128", 8, True),
+        ("moonshotai/Kimi-K2-Instruct", "int4-g128", 16, True),
+        ("moonshotai/Kimi-K2-Instruct", "int4-g32", 64, False),
+    ):
+        (found,) = [f for f in told(cut(model, format_), "vllm", tp=tp) if f.rule in ("T1", "T3")]
+        assert ("smaller groups" in found.message) == smaller, found.message
+
+
+def test_what_cannot_be_cut_for_one_cause_is_one_finding(cut) -> None:
+    found = told(cut("zai-org/GLM-4.6", "int4-g32"), "sglang", tp=32)
+    assert [(f.rule, f.severity) for f in found] == [("T1", "error")] and "first token" in found[0].message
+
+
+def test_a_config_of_deepseek_v3_with_code_of_its_own_may_lack_a_key(artifact, tmp_path: Path) -> None:
+    """The code's class may have a default; SGLang reads kimi_k2 into transformers' class all the same."""
+    tensors, config = variants.load(artifact("kimi-bf16"))
+    config |= {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    del config["moe_layer_freq"]
+    for kind, expected in (("deepseek_v3", set()), ("kimi_k2", {("C8", "error")})):
+        found = survey(variants.save(tmp_path / kind, tensors, config | {"model_type": kind}))
+        assert broken_rules(told(found, "sglang")) == expected and told(found, "vllm") == []
 
 
 def test_all_faults_are_told(artifact, tmp_path: Path) -> None:
@@ -379,7 +438,7 @@ def test_rules_are_listed_in_the_docs() -> None:
 
 
 def test_rules_are_whole() -> None:
-    numbers = [f"C{n}" for n in range(1, 8)] + [f"P{n}" for n in range(1, 15)] + [f"T{n}" for n in range(1, 9)]
+    numbers = [f"C{n}" for n in range(1, 9)] + [f"P{n}" for n in range(1, 15)] + [f"T{n}" for n in range(1, 9)]
     numbers += [f"F{n}" for n in range(1, 8)] + ["S6", "S7", "S8"] + [f"K{n}" for n in range(1, 6)]
     assert [rule.number for rule in RULES] == numbers
     for rule in RULES:
@@ -391,8 +450,13 @@ def test_rules_are_whole() -> None:
 def test_a_list_of_names_that_is_no_list(artifact, tmp_path: Path, key: str, value: Any) -> None:
     tensors, config = variants.load(artifact("kimi-fp8"))
     config["quantization_config"][key] = value
-    found = check(survey(variants.save(tmp_path / "out", tensors, config)), [Deployment(name) for name in RUNTIMES])
-    assert any(finding.rule in ("F4", "C7") for finding in found)
+    seen = survey(variants.save(tmp_path / "out", tensors, config))
+    found = check(seen, [Deployment(name) for name in RUNTIMES])
+    level = "silent" if isinstance(value, str) else "error"
+    assert [(f.rule, f.severity, f.subject) for f in found] == [("F4", level, f"quantization_config.{key}")]
+    said = f"cannot be read: {key} is a {type(value).__name__}, expected a list of names"
+    sentences = resolve.check(seen.quantization, seen.matrices, seen.model.architecture)
+    assert sentences and all(sentence.endswith(said) for sentence in sentences)
 
 
 def test_checking_imports_no_torch() -> None:

@@ -13,7 +13,7 @@ from ..survey import Survey
 from . import complete, fp8, int4, kv, layers, tensor_parallel
 from .rule import Fact, Rule, findings
 
-__all__ = ["RULES", "Fact", "Rule", "check", "largest_tp"]
+__all__ = ["CUT", "RULES", "Fact", "Rule", "check", "largest_tp"]
 
 RULES: tuple[Rule, ...] = (
     *complete.RULES,
@@ -25,6 +25,8 @@ RULES: tuple[Rule, ...] = (
 )
 _RANKS = (64, 32, 16, 8, 4, 2, 1)
 _CUT = tuple(rule for rule in RULES if rule.number.startswith("T") or rule.number in ("C5", "P4"))
+#: numbers of the rules that depend on the cut: what the others find, no number of ranks mends
+CUT = tuple(rule.number for rule in _CUT)
 
 
 def check(survey: Survey, deployments: Iterable[Deployment]) -> list[Finding]:
@@ -45,14 +47,17 @@ def check(survey: Survey, deployments: Iterable[Deployment]) -> list[Finding]:
     return sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), order[finding.rule]))
 
 
-def largest_tp(survey: Survey, runtime: str, sm: int = 90, *, ep_whole: bool = False) -> int:
+def largest_tp(survey: Survey, runtime: str, sm: int = 90, *, ep: int = 1, ep_whole: bool = False) -> int:
     """The largest of 1, 2, 4 ... 64 ranks over which a runtime can cut the checkpoint; 0 where not even 1 works.
 
-    Works: none of the rules that depend on the cut finds an error or silent garbage. ep_whole: experts stay whole on
-    their ranks (EP = TP).
+    Works: none of the rules that depend on the cut finds an error or silent garbage. ep: expert-parallel size; fewer
+    ranks than that hold whole experts. ep_whole: experts stay whole on any number of ranks (EP = TP).
     """
     for tp in _RANKS:
-        deployment = Deployment(runtime, tp=tp, ep=tp if ep_whole else 1, sm=sm)
+        wanted = tp if ep_whole else min(ep, tp)
+        if tp % wanted:
+            continue
+        deployment = Deployment(runtime, tp=tp, ep=wanted, sm=sm)
         found = (finding for rule in _CUT for finding in findings(rule, survey, deployment))
         if all(finding.severity == "warning" for finding in found):
             return tp

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from ...formats.checkpoint import STRAY_CONFIG
 from ..deployment import Deployment
 from ..survey import ABSENT, KV_SCALE, Entry, Survey
-from .matching import unreadable
+from .matching import no_lists, unreadable
 from .rule import RUNTIME_NAMES, Fact, Rule, both, shape_severity
 from .states import flaws, unjudged
 
@@ -22,12 +22,18 @@ _SCHEME = frozenset(["targets", "weights", "input_activations", "output_activati
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 _EXPERT = re.compile(r".*\.experts\.\d+\.")
 _G_IDX = (".weight_g_idx", ".g_idx")
+_DEEPSEEK = ("kimi_k2", "kimi_k25", "deepseek_v3", "glm_moe_dsa")  # served by SGLang's DeepSeek classes
 _NOT_READ = "rotary_emb.inv_freq"  # an old buffer that both runtimes skip
 
 
 def _files(survey: Survey, at: Deployment) -> Iterator[Fact]:
     for fault in survey.faults:
         yield Fact(fault.subject, fault.message, fault.severity, fault.kind)
+
+
+def _named(entry: Entry) -> str:
+    """What a fault of a tensor is told under: a matrix by its module, under which its parts may have any names."""
+    return entry.module if len(entry.spec.shape) == 2 else entry.spec.name
 
 
 def _parts(survey: Survey, at: Deployment) -> Iterator[Fact]:
@@ -38,7 +44,7 @@ def _parts(survey: Survey, at: Deployment) -> Iterator[Fact]:
         if flaw.kind.startswith("shape") and flaw.part:
             spec = entry.spec
             severity = shape_severity(spec.role, entry.module, flaw.part.shape, spec.shape, at.runtime)
-        yield Fact(entry.spec.name, flaw.message, severity, flaw.kind)
+        yield Fact(_named(entry), flaw.message, severity, flaw.kind)
     if unjudged(survey):
         return
     for entry in survey.entries:
@@ -86,7 +92,7 @@ def _experts(survey: Survey, at: Deployment) -> Iterator[Fact]:
     for entry in _absent(survey)[0]:
         if entry.spec.role == "routed_expert":
             message = f"is missing: {runtime} takes a layer's experts for loaded as soon as one is, and serves whatever"
-            yield Fact(entry.spec.name, f"{message} was in the memory of this one; convert it anew")
+            yield Fact(_named(entry), f"{message} was in the memory of this one; convert it anew")
     for name in survey.extra:
         if _EXPERT.match(name) and not _layer_of(name, survey):
             what = "stops at it" if at.runtime == "vllm" else "drops it in silence"
@@ -98,10 +104,12 @@ def _modules(survey: Survey, at: Deployment) -> Iterator[Fact]:
     runtime = RUNTIME_NAMES[at.runtime]
     checked = at.runtime == "vllm" and not survey.method  # vLLM looks for unset parameters of unquantized models only
     missing, layers = _absent(survey)
-    names = [entry.spec.name for entry in missing if entry.spec.role != "routed_expert"]
-    for name in (*(f"layer {layer}" for layer in layers), *names):
-        message = f"is missing, and {runtime} {'stops' if checked else 'does not notice'}; convert it anew"
-        yield Fact(name, message, "error" if checked else None, "missing")
+    level, what = ("error", "stops") if checked else (None, "does not notice")
+    for layer in layers:
+        yield Fact(f"layer {layer}", f"is missing as a whole, and {runtime} {what}; convert it anew", level, "layers")
+    for entry in missing:
+        if entry.spec.role != "routed_expert":
+            yield Fact(_named(entry), f"is missing, and {runtime} {what}; convert it anew", level, "missing")
     for name in survey.extra:
         if _layer_of(name, survey):
             what = "stops at it" if at.runtime == "vllm" else "skips it"
@@ -153,6 +161,8 @@ def _keys(survey: Survey, at: Deployment) -> Iterator[Fact]:
     for what in unjudged(survey):
         if where != STRAY_CONFIG or len(survey.declared) == 1:
             yield Fact(where, f"{what} is not judged: no rule reads it, only names and files were checked", "warning")
+    if no_lists(survey):
+        return
     if survey.method == "?" or (not unjudged(survey) and unreadable(survey, at.runtime)):
         why = unreadable(survey, at.runtime) or "is no object with a quant_method"
         yield Fact(where, f"{why}; write it anew")
@@ -167,6 +177,16 @@ def _keys(survey: Survey, at: Deployment) -> Iterator[Fact]:
     sparse = config.get("sparsity_config") if isinstance(config, Mapping) else None
     if at.runtime == "vllm" and isinstance(sparse, Mapping) and sparse.get("targets"):
         yield Fact(f"{where}.sparsity_config", "has targets, and vLLM reads sparse weights no longer; delete it")
+
+
+def _read_without_default(survey: Survey, at: Deployment) -> Iterator[Fact]:
+    """SGLang: deepseek_v2.py, _is_layer_sparse; its kimi_k2 and kimi_k25 read the file into transformers' own class."""
+    model, name = survey.model, survey.model.architecture.name
+    own_code = name == "deepseek_v3" and model.config.get("auto_map")  # whose class may have a default
+    if name in _DEEPSEEK and not own_code and model.text.get("moe_layer_freq") is None:
+        where = "" if model.text is model.config else "text_config."
+        message = "is missing, and SGLang's class reads it without a default: it stops with an AttributeError; write 1"
+        yield Fact(f"config.json: {where}moe_layer_freq", message)
 
 
 def _forbidden(name: str, key: str) -> Fact:
@@ -192,4 +212,5 @@ RULES = (
     Rule("C5", "no activation ordering", {"vllm": "error", "sglang": "silent"}, _order),
     Rule("C6", "one quantization config, or equal ones", both("silent"), _one_config),
     Rule("C7", "the quantization config is of a kind and has only keys that are read", both("error"), _keys),
+    Rule("C8", "moe_layer_freq is there for SGLang's DeepSeek classes", {"sglang": "error"}, _read_without_default),
 )

@@ -12,7 +12,6 @@ from .rule import RUNTIME_NAMES, Fact, Rule, both, shape_severity
 from .states import flaws
 
 _WHERE = "quantization_config"
-_LISTS = ("modules_to_not_convert", "ignored_layers")
 
 
 def _config(survey: Survey) -> Mapping[str, Any]:
@@ -87,11 +86,11 @@ def _input_scales(survey: Survey, at: Deployment, *, static: bool) -> Iterator[F
 
 def _unconverted(survey: Survey, at: Deployment) -> Iterator[Fact]:
     config = _config(survey)
-    for key in _LISTS:
-        if config.get(key) and not isinstance(config[key], list) and not matching.unreadable(survey, at.runtime):
-            kind = type(config[key]).__name__
-            yield Fact(f"{_WHERE}.{key}", f"is a {kind}, which matches other names than it says; write a list of names")
-    lists = [listed for key in _LISTS if isinstance(listed := config.get(key), list)]
+    for key in matching.no_lists(survey):
+        kind = type(config[key]).__name__
+        message = f"is a {kind}, in whose text the runtime looks for names" if kind == "str" else f"is a {kind}"
+        yield Fact(f"{_WHERE}.{key}", f"{message}; write a list of names", None if kind == "str" else "error")
+    lists = [listed for key in matching.LISTS if isinstance(listed := config.get(key), list)]
     listed = [name for names in lists for name in names if isinstance(name, str)]
     regex = next((name for name in listed if name.startswith("re:") or "*" in name), "")
     hint = f"; {regex!r} is taken as a name, not as a pattern" if regex else ""

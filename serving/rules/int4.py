@@ -143,7 +143,8 @@ def at_name(at: Deployment) -> str:
 
 def _dtypes(survey: Survey, at: Deployment) -> Iterator[Fact]:
     for entry, flaw in flaws(survey, "P5"):
-        yield Fact(entry.spec.name, flaw.message, None, flaw.kind)
+        name = entry.module if len(entry.spec.shape) == 2 else entry.spec.name
+        yield Fact(name, flaw.message, None, flaw.kind)
 
 
 def _schemes(survey: Survey, at: Deployment) -> Iterator[Fact]:

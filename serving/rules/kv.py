@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from ...formats import Part
 from ..deployment import Deployment
-from ..kv_layout import is_mla, kv_layout, kv_scheme
+from ..kv_layout import PHASES, is_mla, kv_layout, kv_scheme
 from ..survey import KV_SCALE, Survey
 from .rule import RUNTIME_NAMES, Fact, Rule, both
 
@@ -93,10 +94,13 @@ def _dtype(survey: Survey, at: Deployment) -> Iterator[Fact]:
         yield Fact(f"--sm {at.sm}", message, "warning")
         return
     runtime, name = RUNTIME_NAMES[at.runtime], f"--kv-cache-dtype {at.kv_dtype}"
-    layouts = [kv_layout(survey.model, at, phase) for phase in ("decode", "prefill")]
+    layouts = [kv_layout(survey.model, at, phase) for phase in PHASES[::-1]]
     layout = next((each for each in layouts if not each.refusal), layouts[0])  # some backends serve one phase only
     if layout.refusal:
-        yield Fact(name, f"{layout.refusal}; change the command line")
+        blamed = name
+        if at.attention_backend and not _refused(survey, replace(at, attention_backend=None)):
+            blamed = f"--attention-backend {at.attention_backend}"
+        yield Fact(blamed, f"{layout.refusal}; change the command line")
     elif at.page_size is not None and layout.page not in (None, at.page_size):
         message = f"is changed to {layout.page} by {runtime}'s {layout.backend}; give that to both pools"
         yield Fact(f"--page-size {at.page_size}", message, "warning")
@@ -104,6 +108,11 @@ def _dtype(survey: Survey, at: Deployment) -> Iterator[Fact]:
     if at.runtime == "vllm" and at.kv_dtype == "fp8_e5m2" and not is_mla(survey.model):
         if survey.method == "fp8" or (survey.method and scheme):
             yield Fact(name, "is refused by vLLM beside FP8 weights; give fp8_e4m3")
+
+
+def _refused(survey: Survey, at: Deployment) -> bool:
+    """Whether neither phase can be served so."""
+    return all(kv_layout(survey.model, at, phase).refusal for phase in PHASES)
 
 
 RULES = (

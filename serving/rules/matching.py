@@ -26,6 +26,10 @@ _REFUSED = {"target": "P8", "blocks": "P8", "layout": "P7"}
 _STACKED = ("dense_mlp", "shared_expert", "attention.k", "attention.v")
 
 
+#: where quant_method fp8 names what is not FP8
+LISTS = ("modules_to_not_convert", "ignored_layers")
+
+
 class Mismatch(NamedTuple):
     """A module that the runtime would hold otherwise than it is stored; refusal: why it stops there, "" where not."""
 
@@ -41,6 +45,12 @@ def unreadable(survey: Survey, runtime: str) -> str:
     answers = survey.answers(runtime)
     refusal = answers[0][1][1] if answers else None
     return refusal.text.removeprefix("is declared by ") if refusal and refusal.kind == "unreadable" else ""
+
+
+def no_lists(survey: Survey) -> list[str]:
+    """The keys of a config of quant_method fp8 that should hold lists of names and do not; rule F4 tells of them."""
+    config = survey.quantization if survey.method == "fp8" else {}
+    return [key for key in LISTS if config.get(key) and not isinstance(config[key], list)]
 
 
 def mismatches(survey: Survey, runtime: str, rule: str) -> Iterator[Mismatch]:

@@ -14,13 +14,41 @@ _ROWS = ("o_proj", "down_proj")  # row-parallel: their columns (inputs) are cut
 _COLUMNS = ("q_proj", "q_b_proj", "kv_b_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "g_proj")
 _BLOCKS = ("fp8-block", "fp8-block-ct")
 _LOWER = "lower TP, or serve with experts whole on each rank (EP = TP)"
+_SMALLEST = 32  # columns of the smallest group that Marlin takes
 
 
-def _of(survey: Survey, states: tuple[str, ...], *, experts: bool) -> Iterator[tuple[Kind, str, int]]:
-    """Kinds of quantized matrices, name of the first, how many. states: the beginnings of their formats' names."""
+def _of(survey: Survey, at: Deployment, states: tuple[str, ...], *, experts: bool) -> Iterator[tuple[Kind, str, int]]:
+    """Kinds of quantized matrices, name of the first, how many. states: the beginnings of their formats' names.
+
+    Without those of which ranks cannot have equal parts: T8 tells of them.
+    """
     for kind, (name, count) in survey.kinds.items():
         if (kind.state or "").startswith(states) and (kind.role == "routed_expert") == experts:
-            yield kind, name, count
+            if not _uneven(kind, survey, at):
+                yield kind, name, count
+
+
+def _uneven(kind: Kind, survey: Survey, at: Deployment) -> bool:
+    """Whether the heads, or the width of an MLP or an expert, do not divide by the ranks."""
+    if kind.role == "routed_expert":
+        return bool(_integer(survey, "moe_intermediate_size") % at.expert_tp)
+    if kind.leaf not in (*_ROWS, *_COLUMNS):
+        return False  # whole on each rank
+    if kind.role.startswith("attention"):
+        return bool(_integer(survey, "num_attention_heads") % at.tp)
+    return kind.role == "dense_mlp" and bool(_integer(survey, "intermediate_size") % at.tp)
+
+
+def _smaller(kind: Kind, advice: str) -> str:
+    """What else would help where a group is too large: nothing, where there is no smaller one."""
+    return f", or {advice}" if _group(kind) > _SMALLEST else ""
+
+
+def _tiles_of_experts(kind: Kind, at: Deployment) -> bool:
+    """Whether SGLang's kernel takes the part of an expert's down_proj, of this kind, on a rank."""
+    if at.sm >= 100 and _group(kind) != 64:  # Blackwell takes Triton for the other groups
+        return True
+    return kind.shape[0] % 128 == 0 and kind.shape[1] // at.expert_tp % 64 == 0
 
 
 def _group(kind: Kind) -> int:
@@ -35,59 +63,58 @@ def _grouped(survey: Survey) -> bool:
 def _expert_groups(survey: Survey, at: Deployment) -> Iterator[Fact]:
     if not _grouped(survey):
         return
-    for kind, name, count in _of(survey, ("int4",), experts=True):
+    for kind, name, count in _of(survey, at, ("int4",), experts=True):
         inner = kind.shape[1] // at.expert_tp
         if is_down(name) and inner % _group(kind):
-            what = "stops" if at.runtime == "vllm" else "gives each rank the scales of other weights: garbage"
+            what, level = "gives each rank the scales of other weights: garbage", None
+            if at.runtime == "vllm":
+                what = "stops"
+            elif not _tiles_of_experts(kind, at):
+                what, level = "loads scales of other weights and stops at the first token", "error"
             message = f"has {inner} columns on a rank, not divisible by groups of {_group(kind)}: "
-            yield Fact(
-                name,
-                f"{message}{RUNTIME_NAMES[at.runtime]} {what}; {_LOWER}, or quantize with smaller groups",
-                many=count,
-            )
+            cure = f"{_LOWER}{_smaller(kind, 'quantize with smaller groups')}"
+            yield Fact(name, f"{message}{RUNTIME_NAMES[at.runtime]} {what}; {cure}", level, many=count)
 
 
 def _linear_groups(survey: Survey, at: Deployment) -> Iterator[Fact]:
     if not _grouped(survey):
         return
-    for kind, name, count in _of(survey, ("int4",), experts=False):
+    for kind, name, count in _of(survey, at, ("int4",), experts=False):
         inner = kind.shape[1] // at.tp
         if kind.leaf in _ROWS and inner % _group(kind):
             message = f"has {inner} columns on a rank, not divisible by groups of {_group(kind)}: it stops; lower TP"
-            yield Fact(name, f"{message} or quantize with smaller groups", many=count)
+            yield Fact(name, f"{message}{_smaller(kind, 'quantize with smaller groups')}", many=count)
 
 
 def _permutation(survey: Survey, at: Deployment) -> Iterator[Fact]:
-    for kind, name, count in _of(survey, ("int4",), experts=True):
+    for kind, name, count in _of(survey, at, ("int4",), experts=True):
         hidden, inner = kind.shape[0], kind.shape[1] // at.expert_tp
         if is_down(name) and inner == _group(kind) < hidden and _grouped(survey):
             message = (
                 f"is one group of {inner} wide on a rank: vLLM's Marlin then permutes the scales of gate and up as"
             )
-            yield Fact(
-                name,
-                f"{message} if they had one group too (vllm#50196): garbage; {_LOWER}, or take smaller groups",
-                many=count,
-            )
+            cure = f"{_LOWER if at.expert_tp > 1 else 'serve it with SGLang'}{_smaller(kind, 'take smaller groups')}"
+            yield Fact(name, f"{message} if they had one group too (vllm#50196): garbage; {cure}", many=count)
 
 
 def _tiles(survey: Survey, at: Deployment) -> Iterator[Fact]:
-    for kind, name, count in _of(survey, ("int4",), experts=True):
+    for kind, name, count in _of(survey, at, ("int4",), experts=True):
         hidden, inner = kind.shape[0], kind.shape[1] // at.expert_tp
-        if not is_down(name):
+        if not is_down(name) or (_grouped(survey) and inner % _group(kind)):  # T1 tells of those
             continue
         if at.runtime == "vllm":
             if hidden % 128:
                 message = f"has {hidden} rows, no multiple of 128: vLLM falls back from Marlin to a slower kernel"
                 yield Fact(name, message, "warning", many=count)
-        elif at.sm < 100 or _group(kind) == 64:  # Blackwell takes Triton for the other groups
-            if hidden % 128 or inner % 64:
-                message = f"is {hidden} x {inner} on a rank, and SGLang's Marlin experts want multiples of 128 x 64"
-                yield Fact(name, f"{message}: it stops at the first token; {_LOWER}", many=count)
+        elif not _tiles_of_experts(kind, at):
+            message = f"is {hidden} x {inner} on a rank, and SGLang's Marlin experts want multiples of 128 x 64"
+            yield Fact(name, f"{message}: it stops at the first token; {_LOWER}", many=count)
     if at.runtime == "vllm":  # pads
         return
-    for kind, name, count in _of(survey, ("int4",), experts=False):
+    for kind, name, count in _of(survey, at, ("int4",), experts=False):
         rows, columns = _on_a_rank(kind, at, survey)
+        if kind.leaf in _ROWS and _grouped(survey) and columns % _group(kind):  # T2 tells of those
+            continue
         if rows % 64 or columns % 64 or (rows % 128 and columns % 128):
             message = f"is {rows} x {columns} on a rank: SGLang's Marlin wants multiples of 64, one of them of 128"
             yield Fact(name, f"{message}; lower TP or store it in BF16", many=count)
@@ -104,7 +131,7 @@ def _on_a_rank(kind: Kind, at: Deployment, survey: Survey) -> tuple[int, int]:
 
 
 def _linear_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
-    for kind, name, count in _of(survey, _BLOCKS, experts=False):
+    for kind, name, count in _of(survey, at, _BLOCKS, experts=False):
         rows, columns = _on_a_rank(kind, at, survey)
         merged = kind.leaf in ("gate_proj", "up_proj", "k_proj") or (
             kind.leaf == "q_proj" and kind.role == "attention.q" and survey.model.architecture.name == "glm4_moe"
@@ -123,7 +150,7 @@ def _linear_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
 
 
 def _expert_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
-    for kind, name, count in _of(survey, _BLOCKS, experts=True):
+    for kind, name, count in _of(survey, at, _BLOCKS, experts=True):
         inner = kind.shape[1] // at.expert_tp
         if is_down(name) and inner % 128:
             falls = at.runtime == "vllm" and survey.method == "fp8"
@@ -134,7 +161,7 @@ def _expert_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
 
 def _joined_blocks(survey: Survey, at: Deployment) -> Iterator[Fact]:
     latent = _integer(survey, "kv_lora_rank") + _integer(survey, "qk_rope_head_dim")
-    for kind, name, count in _of(survey, _BLOCKS, experts=False):
+    for kind, name, count in _of(survey, at, _BLOCKS, experts=False):
         rank = kind.shape[0]
         if kind.role != "attention.q_a" or rank % 128 == 0:
             continue
