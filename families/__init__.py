@@ -74,6 +74,21 @@ class CacheLayer(NamedTuple):
     parts: tuple[CachePart, ...]
 
 
+class Fold(NamedTuple):
+    """A tensor that takes part when a cached part is multiplied by 2^e: it is multiplied by 2^(sign * e).
+
+    tail: its name within a decoder layer. Multiplied are the output features (rows; elements of a vector) with
+    first <= number % period < last: all of them unless said otherwise.
+    """
+
+    part: str
+    tail: str
+    sign: int
+    first: int = 0
+    last: int = 1
+    period: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """One model architecture.
@@ -83,6 +98,8 @@ class Architecture:
         Given the whole config.json; a key that is missing or makes no sense is a CheckpointError that names it.
     cache(config): what each layer keeps of a token, MTP layers included, in order.
     fp8: the FP8 format (a name of `formats`) in which this architecture is served.
+    folds(text): the tensors of every decoder layer that take part in folding a cached part, such that what the layer
+        puts out stays the same to the bit; None where that is not known. Given the language model's config.
     text_models: the model types that its language model may have, where that one's config is in `text_config`.
     fused: modules that a runtime builds out of several of the checkpoint's and that must share one format, as
         (runtimes, tail of the fused module's name, tails of its parts), e.g.
@@ -96,6 +113,7 @@ class Architecture:
     tensors: Callable[[Config], Iterator[TensorSpec]]
     cache: Callable[[Config], list[CacheLayer]]
     fp8: str
+    folds: Callable[[Config], list[Fold]] | None = None
     text_models: tuple[str, ...] = ()
     fused: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = ()
     no_int4: Mapping[str, str] | None = None
@@ -136,6 +154,14 @@ class Model:
     def cache(self) -> list[CacheLayer]:
         """What each layer keeps of a token: decoder layers in order, MTP layers behind them."""
         return self.architecture.cache(self.config)
+
+    def folds(self) -> list[Fold]:
+        """What folding touches in each decoder layer. Raises CheckpointError where it is not known to be exact."""
+        if self.architecture.folds is None:
+            raise CheckpointError(
+                f"{self.architecture.name}: folding is not known to be exact for this model; go without"
+            )
+        return self.architecture.folds(self.text)
 
 
 @cache

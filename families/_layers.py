@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
-from . import CacheLayer, CachePart, Config, TensorSpec
+from . import CacheLayer, CachePart, Config, Fold, TensorSpec
 
 Shape = tuple[int, ...]
 Row = tuple[str, Shape, str]
@@ -207,6 +207,43 @@ def mla_cache(
         return row + keys
 
     return cache_layers(fields, parts)
+
+
+def mla_folds(fields: Fields) -> list[Fold]:
+    """The latent against what is made of it; the rope part of the keys against that of each head's queries.
+
+    An indexer reads the hidden states and the queries before `q_b_proj`: neither is touched.
+    """
+    nope, rope, latent = (fields.size(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
+    keys, queries = (latent, latent + rope, latent + rope), (nope, nope + rope, nope + rope)
+    query = "q_b_proj" if fields.size("q_lora_rank", default=0) else "q_proj"
+    folds = [
+        Fold("kv_c", "self_attn.kv_a_layernorm.weight", 1),
+        Fold("kv_c", "self_attn.kv_b_proj.weight", -1),
+        Fold("k_pe", "self_attn.kv_a_proj_with_mqa.weight", 1, *keys),
+        Fold("k_pe", f"self_attn.{query}.weight", -1, *queries),
+    ]
+    if fields.flag("attention_bias"):  # the latent's share of the bias stands before the norm
+        folds.append(Fold("k_pe", "self_attn.kv_a_proj_with_mqa.bias", 1, *keys))
+    return folds
+
+
+def gqa_folds(fields: Fields) -> list[Fold]:
+    """Values against the output matrix, which has no bias; keys against queries.
+
+    RoPE is linear, and whole heads are multiplied, so that it does not matter what part of them is rotated.
+    """
+    folds = [Fold("v", "self_attn.v_proj.weight", 1), Fold("v", "self_attn.o_proj.weight", -1)]
+    biased = fields.flag("attention_bias")
+    if biased:
+        folds.append(Fold("v", "self_attn.v_proj.bias", 1))
+    for part, sign in (("k", 1), ("q", -1)):
+        if fields.flag("use_qk_norm"):  # the projections stand before the norm, which would undo it
+            folds.append(Fold("k", f"self_attn.{part}_norm.weight", sign))
+        else:
+            folds.append(Fold("k", f"self_attn.{part}_proj.weight", sign))
+            folds += [Fold("k", f"self_attn.{part}_proj.bias", sign)] * biased
+    return folds
 
 
 def gqa_cache(fields: Fields) -> list[CacheLayer]:

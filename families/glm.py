@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from . import Architecture, CacheLayer, Config, Family, TensorSpec
 from ._layers import (
@@ -12,11 +13,15 @@ from ._layers import (
     Fields,
     Row,
     gqa_cache,
+    gqa_folds,
     mla,
     mla_cache,
+    mla_folds,
     moe_decoder,
     num_layers,
 )
+
+Result = TypeVar("Result")
 
 
 def _gqa(fields: Fields) -> list[Row]:
@@ -81,6 +86,11 @@ def _dsa_cache(config: Config) -> list[CacheLayer]:
     return mla_cache(Fields(config), indexer=lambda layer: layer not in sharing)
 
 
+def _on(function: Callable[[Fields], Result]) -> Callable[[Config], Result]:
+    """Of a config that is all text."""
+    return lambda config: function(Fields(config))
+
+
 _NO_INT4_DSA = {
     **NO_INT4_MLA,
     "indexer.wk": "vLLM and SGLang join it with indexer.weights_proj into one unquantized module",
@@ -89,18 +99,11 @@ _NO_INT4_DSA = {
 FAMILY = Family(
     "glm",
     {
-        name: Architecture(name, tensors, cache, fp8, fused=fused, no_int4=no_int4, sglang_fuses_shared=True)
-        for name, tensors, cache, fp8, fused, no_int4 in (
-            ("glm4_moe", _glm4_moe, lambda config: gqa_cache(Fields(config)), "fp8-channel", FUSED_GQA, {}),
-            (
-                "glm4_moe_lite",
-                _glm4_moe_lite,
-                lambda config: mla_cache(Fields(config)),
-                "fp8-block",
-                FUSED_MLA,
-                NO_INT4_MLA,
-            ),
-            ("glm_moe_dsa", _glm_moe_dsa, _dsa_cache, "fp8-block", FUSED_MLA, _NO_INT4_DSA),
+        name: Architecture(name, tensors, cache, fp8, folds, fused=fused, no_int4=no_int4, sglang_fuses_shared=True)
+        for name, tensors, cache, fp8, folds, fused, no_int4 in (
+            ("glm4_moe", _glm4_moe, _on(gqa_cache), "fp8-channel", _on(gqa_folds), FUSED_GQA, {}),
+            ("glm4_moe_lite", _glm4_moe_lite, _on(mla_cache), "fp8-block", _on(mla_folds), FUSED_MLA, NO_INT4_MLA),
+            ("glm_moe_dsa", _glm_moe_dsa, _dsa_cache, "fp8-block", _on(mla_folds), FUSED_MLA, _NO_INT4_DSA),
         )
     },
 )

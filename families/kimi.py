@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import Architecture, CacheLayer, Config, Family, TensorSpec
+from . import Architecture, CacheLayer, Config, Family, Fold, TensorSpec
 from ._layers import (
     FUSED_MLA,
     MAX_LAYERS,
@@ -15,6 +15,7 @@ from ._layers import (
     dense_mlp,
     mla,
     mla_cache,
+    mla_folds,
     moe,
     moe_decoder,
     num_dense,
@@ -104,6 +105,10 @@ def _cache(config: Config) -> list[CacheLayer]:
     return mla_cache(text, _kda_layers(text) if "linear_attn_config" in text.config else ())
 
 
+def _folds(text: Config) -> list[Fold]:
+    return mla_folds(Fields(text))
+
+
 def _residual(name: str, hidden: int) -> list[Row]:
     return [(f"{name}_norm.weight", (hidden,), "residual.norm"), (f"{name}_proj.weight", (1, hidden), "residual.proj")]
 
@@ -168,7 +173,7 @@ FAMILY = Family(
     "kimi",
     {
         **{
-            name: Architecture(name, _deepseek_v3, _cache, fp8="fp8-block", fused=FUSED_MLA, no_int4=NO_INT4_MLA)
+            name: Architecture(name, _deepseek_v3, _cache, "fp8-block", _folds, fused=FUSED_MLA, no_int4=NO_INT4_MLA)
             for name in ("kimi_k2", "deepseek_v3")
         },
         "kimi_k25": Architecture(
@@ -176,6 +181,7 @@ FAMILY = Family(
             _kimi_k25,
             _cache,
             fp8="fp8-block-ct",
+            folds=_folds,
             text_models=("kimi_k2", "deepseek_v3"),
             fused=FUSED_MLA,
             no_int4=NO_INT4_MLA,

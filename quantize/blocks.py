@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from ..formats import Part, Shape, formats
 from ..formats.checkpoint import Reader
 from .kernels import Matrix
+from .scaling import Inexact, Scaling, apply
 
 ROWS = 128
 TARGET_BYTES = 2 << 20  # of codes in a block: about the size of an L2 cache
@@ -51,17 +52,31 @@ def scale_rows(block_rows: int, first: int, last: int, rows: int) -> tuple[int, 
 
 
 class StoredMatrix:
-    """One matrix of a checkpoint: where its parts lie, and how to read some rows of it."""
+    """One matrix of a checkpoint: where its parts lie, and how to read some rows of it.
 
-    def __init__(self, reader: Reader, module: str, parts: tuple[Part, ...], storage: str, shape: Shape) -> None:
-        self.reader, self.module, self.shape = reader, module, shape
+    scaling: what it is seen as differs from what is stored by powers of two: a fold (see `fold`).
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        module: str,
+        parts: tuple[Part, ...],
+        storage: str,
+        shape: Shape,
+        scaling: Scaling | None = None,
+    ) -> None:
+        self.reader, self.module, self.shape, self.scaling = reader, module, shape, scaling
         self.grid = formats()[storage].grid
         self.kind = storage if self.grid.kind == "plain" else self.grid.kind
         self.codes, self.rest = parts[0], parts[1:]
         self.rows, self.columns = as_matrix(shape)
 
     def read(self, first: int, last: int, buffers: Buffers, prefix: str = "") -> Matrix:
-        """Rows first..last (exclusive) in the buffers `prefix + "codes"` and `prefix + "scales"`."""
+        """Rows first..last (exclusive) in the buffers `prefix + "codes"` and `prefix + "scales"`.
+
+        Raises CheckpointError where they cannot be read, or scaled without loss.
+        """
         row_bytes = self.codes.nbytes // max(self.rows, 1)
         codes = buffers.get(prefix + "codes", row_bytes * (last - first))
         self.reader.read(self.module + self.codes.suffix, row_bytes * first, codes)
@@ -73,7 +88,16 @@ class StoredMatrix:
             line = part.nbytes // self.grid.scale_shape(self.shape)[0]
             scales, dtype = buffers.get(prefix + "scales", line * (stop - start)), part.dtype
             self.reader.read(self.module + part.suffix, line * start, scales)
-        return Matrix(self.kind, codes, scales, dtype, last - first, self.columns, self.grid.block)
+        matrix = Matrix(self.kind, codes, scales, dtype, last - first, self.columns, self.grid.block)
+        if self.scaling:
+            try:
+                apply(matrix, self.scaling, first, self.shape)
+            except Inexact as error:
+                raise CheckpointError(
+                    f"{self.module}{self.codes.suffix}: cannot be folded without loss: {error} (rows {first} to "
+                    f"{last - 1}, {self.kind}); convert from the checkpoint that the folded one was made from"
+                ) from None
+        return matrix
 
     def check_shape_tensor(self, buffers: Buffers, prefix: str = "") -> memoryview | None:
         """The bytes of `weight_shape`, checked to say what the config says; None where the format has none."""

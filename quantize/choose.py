@@ -11,6 +11,7 @@ from ..formats import Format, formats
 from ..recipes import Recipe, Rule
 from .account import Account, Item
 from .kernels import METHODS, OBJECTIVES
+from .scaling import Scaling
 from .units import Output, Unit
 
 
@@ -104,12 +105,12 @@ def _spell_fp8(choices: list[Choice]) -> list[Choice]:
     return choices
 
 
-def make_unit(choice: Choice) -> Unit:
-    """What a choice comes to: copied, repacked or quantized, and the parts that are written."""
+def make_unit(choice: Choice, scaling: Scaling | None = None) -> Unit:
+    """What a choice comes to: copied, folded, repacked or quantized, and the parts that are written."""
     item, target, rule = choice
     have, shape = item.format, item.shape
     if target.name == have.name:
-        action, parts = "copied", item.parts
+        action, parts = "folded" if scaling else "copied", item.parts
     elif target.grid == have.grid and not target.plain:  # the same numbers under other names
         action = "repacked"
         parts = tuple(
@@ -118,7 +119,9 @@ def make_unit(choice: Choice) -> Unit:
     else:
         action, parts = ("repacked" if target.plain and not have.plain else "quantized"), target.parts(shape)
     outputs = tuple(Output(item.module + part.suffix, part, 0) for part in parts)
-    unit = Unit(item.module, item.spec.role, shape, action, item.parts, have.name, target.name, outputs)
+    unit = Unit(
+        item.module, item.spec.role, shape, action, item.parts, have.name, target.name, outputs, scaling=scaling
+    )
     if action != "quantized" or rule is None:
         return unit
     blocks = target.grid.block[0] > 1

@@ -150,7 +150,7 @@ def _write_shards(plan: Plan, out: Path, shards: list[Shard], workers: int, prog
 
 def run_unit(unit: Unit, reader: Reader, writer: ShardWriter, buffers: Buffers, stop: threading.Event) -> Outcome:
     """Work on one unit: read its rows block by block, choose or check, write. Raises CheckpointError on bad values."""
-    source = StoredMatrix(reader, unit.module, unit.source, unit.source_format, unit.shape)
+    source = StoredMatrix(reader, unit.module, unit.source, unit.source_format, unit.shape, unit.scaling)
     target_format = formats()[unit.target_format]
     target = kernels.Target(
         target_format.grid.kind if not target_format.plain else unit.target_format,
@@ -159,7 +159,7 @@ def run_unit(unit: Unit, reader: Reader, writer: ShardWriter, buffers: Buffers, 
         unit.objective,
         unit.power_of_two,
     )
-    same = unit.action == "copied" or (unit.action == "repacked" and not target_format.plain)
+    same = unit.kept or (unit.action == "repacked" and not target_format.plain)
     error2 = norm2 = 0.0
     tiny = zero = 0
     for first, last in row_blocks(unit.shape, unit.source[0]):

@@ -18,12 +18,15 @@ class Extras:
     """Empty maps where there is nothing.
 
     statistics: `Statistics.identity()` of the calibration that methods read.
-    folding: layer -> cached part -> exponent; the part's values are multiplied by two to that power.
+    folding: layer -> cached part -> exponent; the part's values are multiplied by two to that power, as compared with
+        the model as it was trained.
+    held: the folding that the source has already: what the job multiplies by is `folding` against `held`.
     kv_scales: name of a tensor that is added -> its value, a KV scale (stored = x / scale).
     """
 
     statistics: Mapping[str, Any] = field(default_factory=dict)
     folding: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     kv_scales: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ..errors import PlanError
 from ..formats import Format, formats
 from ..formats.checkpoint import Checkpoint
 from ..recipes import Recipe
+from . import fold
 from .account import Account, Item, account, held_config
 from .choose import choose, make_unit
 from .declare import Module, check, launch_notes, quantization_config
@@ -90,7 +91,8 @@ def make_plan(
     architecture = found.model.architecture
     choices, dropped = choose(found, recipe)
     modules = declared_modules((choice.item, choice.target) for choice in choices)
-    units = [make_unit(choice) for choice in choices]
+    scalings = fold.scalings(checkpoint, found, extras)
+    units = [make_unit(choice, scalings.get(choice.item.module)) for choice in choices]
     untrue_mtp = bool(found.model.text.get("num_nextn_predict_layers")) and (bool(dropped) or not found.has_mtp)
     config, declared = _config(found, checkpoint, modules, units, untrue_mtp=untrue_mtp)
     if problems := check(declared, modules, architecture):
@@ -99,6 +101,7 @@ def make_plan(
     if untrue_mtp:
         why = "the MTP layer is dropped" if dropped else "the source has no MTP layer although its config claims one"
         notes.append(f"config.json: num_nextn_predict_layers is set to 0, {why}")
+    notes += fold.notes(extras)
     before, after = checkpoint.total_size, sum(output.part.nbytes for unit in units for output in unit.outputs)
     if after > before:
         notes.append(f"the artifact is larger than its source: {after / 1e9:,.1f} GB from {before / 1e9:,.1f} GB")
@@ -135,11 +138,11 @@ def _config(
 ) -> tuple[bytes, Mapping[str, Any] | None]:
     """config.json as bytes and the quantization_config in it. Unchanged bytes where they tell the truth already."""
     text, architecture, held = found.model.text, found.model.architecture, held_config(checkpoint, found.model)
-    if all(unit.action == "copied" for unit in units) and not untrue_mtp and not check(held, modules, architecture):
+    if all(unit.kept for unit in units) and not untrue_mtp and not check(held, modules, architecture):
         return checkpoint.config_bytes, held
     fp8 = [unit for unit in units if formats()[unit.target_format].grid.kind == "e4m3"]
     claimed = held.get("scale_fmt") == "ue8m0" if isinstance(held, Mapping) else False
-    exact = all(unit.power_of_two or (claimed and unit.action == "copied") for unit in fp8)
+    exact = all(unit.power_of_two or (claimed and unit.kept) for unit in fp8)
     declared = quantization_config(modules, architecture, scale_fmt="ue8m0" if fp8 and exact else None)
     config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "compression_config")}
     inner = {k: v for k, v in text.items() if k not in ("quantization_config", "compression_config")}

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..formats import DTYPES, Part, Shape
 from ..formats.checkpoint import make_header
+from .scaling import Scaling
 
 
 class Output(NamedTuple):
@@ -20,10 +21,12 @@ class Output(NamedTuple):
 class Unit(NamedTuple):
     """One matrix (or one plain tensor) and what becomes of it.
 
-    action: "copied" (bytes), "repacked" (the same numbers in another container) or "quantized" (numbers chosen anew).
+    action: "copied" (bytes), "folded" (copied, but for powers of two), "repacked" (the same numbers in another
+        container) or "quantized" (numbers chosen anew).
     source: the stored parts, names are `module + suffix`. outputs: what is written, in the same order as `parts`.
     method, objective, power_of_two: how codes and scales are chosen where they are.
     lossless: the result must decode to the source's exact values, or the tensor is refused.
+    scaling: powers of two by which the source is multiplied as it is read, whatever the action.
     """
 
     module: str
@@ -38,6 +41,12 @@ class Unit(NamedTuple):
     objective: str = "weighted"
     power_of_two: bool = False
     lossless: bool = False
+    scaling: Scaling | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Written in the form in which it is read, under the same names."""
+        return self.action in ("copied", "folded")
 
     @property
     def source_bytes(self) -> int:

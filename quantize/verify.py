@@ -175,16 +175,17 @@ def _compare(
 
 def compare_unit(unit: Unit, theirs: Reader, ours: Reader, buffers: Buffers) -> Outcome | str:
     """Decode a unit on both sides: -> its error, or a line that says what differs."""
-    before = StoredMatrix(theirs, unit.module, unit.source, unit.source_format, unit.shape)
+    before = StoredMatrix(theirs, unit.module, unit.source, unit.source_format, unit.shape, unit.scaling)
     parts = tuple(output.part for output in unit.outputs)
     after = StoredMatrix(ours, unit.module, parts, unit.target_format, unit.shape)
-    same = unit.action == "copied" or (unit.action == "repacked" and not formats()[unit.target_format].plain)
+    same = unit.kept or (unit.action == "repacked" and not formats()[unit.target_format].plain)
     error2 = norm2 = 0.0
     for first, last in row_blocks(unit.shape, unit.source[0]):
         a, b = before.read(first, last, buffers, "a."), after.read(first, last, buffers, "b.")
         if same:
             if a.codes != b.codes or a.scales != b.scales:
-                return f"{unit.module}: copied, but its bytes differ from the source's in rows {first} to {last - 1}"
+                what = "the folded source's" if unit.scaling else "the source's"
+                return f"{unit.module}: {unit.action}, but its bytes differ from {what} in rows {first} to {last - 1}"
             continue
         report = kernels.compare(a, b)
         if report.fault is not None:
@@ -204,6 +205,6 @@ def _judge(unit: Unit, error: float, recorded: Mapping[str, list[object]]) -> st
     if unit.lossless and error:
         return f"{unit.module}: must equal the source, differs by {error:.4g}"
     kind = formats()[unit.target_format].grid.kind
-    if unit.action != "copied" and error > LIMITS.get(kind, 0.0):
+    if not unit.kept and error > LIMITS.get(kind, 0.0):
         return f"{unit.module}: differs from the source by {error:.4g}, more than {kind} rounding can explain"
     return None
