@@ -25,6 +25,10 @@ class ResumeError(PhasefoldError):
     """The output folder cannot be gone on with: see what is in it, or give another one."""
 
 
+class TextError(PhasefoldError):
+    """The calibration text, or the tokenizer for it, cannot be used as it is: mend it, or give another one."""
+
+
 class VerifyError(PhasefoldError):
     """An artifact is not what its manifest says."""
 

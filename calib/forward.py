@@ -1,7 +1,7 @@
 """transformers' own forward pass, taken apart at the decoder layers so that one layer at a time can be given weights.
 
-The model stands on the meta device. Its own `forward` is run for each shape of batch with a recorder in the place of the
-layers: so mask, positions and whatever else a layer is called with are what transformers makes of them.
+The model stands on the meta device. Its own `forward` is run for each shape of batch with a recorder in the place of
+the layers: so mask, positions and whatever else a layer is called with are what transformers makes of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import LoadError
 from .model import DtypePlan, Source, version
 
 ATTENTION = "sdpa"  # transformers' own choice where nothing is said
-EXPERTS = "eager"  # one expert after the other, each on its own tokens: what is fastest on one core, and can be split
+EXPERTS = "eager"  # one expert after the other, each on its own tokens: so they can be given weights one by one
 
 
 class _Captured(Exception):

@@ -254,7 +254,7 @@ class DtypePlan:
     def __init__(self, model: Any, default: torch.dtype) -> None:
         self.default = default
         self._plan: dict[str, torch.dtype] = model._get_dtype_plan(default)
-        self._built = {name: value.dtype for name, value in model.state_dict().items()}
+        self._built: dict[str, torch.dtype] = {name: value.dtype for name, value in model.state_dict().items()}
 
     def of(self, name: str) -> torch.dtype:
         """The dtype of a parameter, by transformers' name of it."""
