@@ -25,6 +25,17 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def binary(nbytes: float) -> str:
+    """Bytes with a unit of 1024s: GiB, or what is small in that in a smaller one."""
+    unit, width = next(((u, w) for u, w in (("GiB", 2**30), ("MiB", 2**20)) if nbytes >= w), ("KiB", 2**10))
+    return f"{nbytes / width:,.2f} {unit}"
+
+
+def many(count: int, noun: str) -> str:
+    """A number of things."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def plan(made: Plan, tp: Mapping[str, int]) -> None:
     """What a conversion would write. tp: runtime -> largest tensor-parallel size."""
     from ..quantize.summary import transitions
@@ -32,8 +43,8 @@ def plan(made: Plan, tp: Mapping[str, int]) -> None:
     before, after = made.checkpoint.total_size, made.output_bytes
     say(f"{made.checkpoint.folder}: {made.family} ({made.architecture})")
     share = f"{after / before:.0%} of {before:,}"
-    print(f"{made.recipe.name}: {after:,} bytes ({after / 2**30:,.2f} GiB), {share}")
-    print(f"{len(made.weight_map):,} tensors in {len(made.shards):,} shards")
+    print(f"{made.recipe.name}: {after:,} bytes ({binary(after)}), {share}")
+    print(f"{len(made.weight_map):,} tensors in {many(len(made.shards), 'shard')}")
     for note in (*made.notes, limits(tp)):
         say(f"note: {note}")
     rows = [
@@ -43,10 +54,13 @@ def plan(made: Plan, tp: Mapping[str, int]) -> None:
     table(["role", "units", "from", "size", "", "to", "size"], rows, "lrlrllr")
 
 
-def limits(tp: Mapping[str, int]) -> str:
-    """Largest tensor-parallel sizes in words."""
-    words = [f"{RUNTIMES[name]} {f'TP{limit}' if limit else 'not at all'}" for name, limit in tp.items()]
-    return f"loads up to {', '.join(words)} (experts cut over the ranks)"
+def limits(tp: Mapping[str, int], experts: str = "cut over the ranks") -> str:
+    """Largest tensor-parallel sizes in words. experts: how they lie on the ranks."""
+    if all(tp.values()):
+        words = [f"{RUNTIMES[name]} TP{limit}" for name, limit in tp.items()]
+        return f"loads up to {', '.join(words)} (experts {experts})"
+    words = [f"{RUNTIMES[name]} {f'up to TP{limit}' if limit else 'at no TP'}" for name, limit in tp.items()]
+    return f"loads with {', '.join(words)} (experts {experts})"
 
 
 def result(done: Result, out: str) -> None:

@@ -55,8 +55,8 @@ def check(
 ) -> None:
     """Will vLLM and SGLang load this, and load it right? Reads headers and config only; exits 3 where not."""
     from ..serving.deployment import Deployment
+    from ..serving.rules import CUT, largest_tp
     from ..serving.rules import check as judge
-    from ..serving.rules import largest_tp
     from ..serving.survey import survey
 
     names = [str(runtime)] if runtime else ["vllm", "sglang"]
@@ -67,8 +67,14 @@ def check(
         for name in names
     ]
     findings = judge(seen, plans)
-    limits = {name: largest_tp(seen, name, sm) for name in names}
-    told(artifact, findings, as_json, {"largest_tp": limits})
+    whole = ep == tp > 1
+    limits = {name: largest_tp(seen, name, sm, ep=ep, ep_whole=whole) for name in names}
+    note = draw.limits(
+        limits, "whole on each rank" if whole else f"spread with EP {ep}" if ep > 1 else "cut over the ranks"
+    )
+    if any(finding.rule not in CUT and finding.severity != "warning" for finding in findings):
+        note = f"apart from that, which no other TP mends: {note}"
+    told(artifact, findings, as_json, {"largest_tp": limits}, note=note)
 
 
 def pair(
@@ -134,7 +140,7 @@ def pair(
         if not as_json:
             draw.served(more, asked)
     closing = "" if run else "whether each of them loads is for `check` and `load` to say"
-    told(f"{prefill} + {decode}", findings, as_json, more, closing)
+    told(f"{prefill} + {decode}", findings, as_json, more, closing=closing)
 
 
 #: what `pair --run` is asked where no prompt is given: the trained examples know such text

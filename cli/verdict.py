@@ -42,15 +42,17 @@ def pointing_to_check(*folders: Path) -> Iterator[None]:
         raise
 
 
-def told(artifact: str, findings: list[Finding], as_json: bool, more: dict[str, Any], closing: str = "") -> None:
-    """Show findings; exit 3 where one of them is more than a warning. closing: what to add to an ok."""
+def told(
+    artifact: str, findings: list[Finding], as_json: bool, more: dict[str, Any], *, note: str = "", closing: str = ""
+) -> None:
+    """Show findings; exit 3 where one of them is more than a warning. note: said below them; closing: after an ok."""
     fatal = [finding for finding in findings if finding.severity != "warning"]
     if as_json:
         print_json({"ok": not fatal, "findings": [finding._asdict() for finding in findings], **more})
     else:
         draw.findings(findings)
-        if limits := more.get("largest_tp"):
-            print(draw.limits(limits))
+        if note:
+            print(note)
         warnings = len(findings) - len(fatal)
         also = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
         verdict = f"NOT ok, {len(fatal)} finding{'s' if len(fatal) > 1 else ''}" if fatal else "ok"
