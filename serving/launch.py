@@ -132,7 +132,9 @@ def launch(
     first, second = (
         write(phase, model, at, where, code, notes) for phase, model, at in zip(PHASES, models, pools, strict=True)
     )
-    notes += _mounting(folders, where)
+    for phase, model, at, asked in zip(PHASES, models, pools, (prefill_at, decode_at), strict=True):
+        notes += _spelling(phase, kv_layout(model, at, phase).dtype, asked)
+    notes += _mounting(folders, where, pools[0].runtime)
     router: list[str] = []
     if pools[0].runtime == "sglang":
         router = _router(where)
@@ -167,6 +169,13 @@ _DTYPE = (
 )
 _BACKEND = "explicit, because it decides how a row lies, and the choice depends on card, TP and KV dtype"
 _PAGE = "explicit, because backends change it each to their liking, and the pools must have the same"
+#: why a KV dtype is given otherwise than it was asked for
+_SPELLINGS = {
+    "fp8_e4m3": "the name that both runtimes and all backends take, and that the pools compare",
+    "fp8_ds_mla": "with sparse attention fp8 is rows of 656 bytes on one card and of 576 on another; this name is "
+    "always the 656: e4m3 with a scale for each 128 values, the rotated part in bfloat16",
+    "bf16": "the spelling that all of SGLang's backends take",
+}
 _FUSION = "shared and routed experts are stored in different formats; fused, the shared ones would be garbage"
 _MTP = "the draft layer has a KV cache too: both pools or none"
 _CODE = "the checkpoint's own .py files (tokenizer) are run: read them before you trust them"
@@ -248,6 +257,13 @@ def _shared_choices(
         notes.append(Note(phase, page, _PAGE))
 
 
+def _spelling(phase: str, given: str, asked: Deployment) -> list[Note]:
+    """That a KV dtype is given under another name than was asked for."""
+    if asked.kv_dtype in ("auto", given):
+        return []
+    return [Note(phase, "--kv-cache-dtype", f"{asked.kv_dtype} is given as {given}: {_SPELLINGS[given]}")]
+
+
 def _names(phase: str, where: Where, code: bool, notes: list[Note], length: str) -> list[str]:
     command = []
     if where.served_name:
@@ -275,9 +291,10 @@ def _router(where: Where) -> list[str]:
     return [*command, "--host", "0.0.0.0", "--port", str(where.router_port)]
 
 
-def _mounting(folders: tuple[Path, Path], where: Where) -> list[Note]:
+def _mounting(folders: tuple[Path, Path], where: Where, runtime: str) -> list[Note]:
     """One path in both pools: vLLM's NIXL compares the model's path as text, and names in logs and metrics agree."""
-    reason = "so that both pools see their artifact under one path, which vLLM's NIXL compares as text"
+    reason = "so that both pools see their artifact under one path"
+    reason += ", which NIXL compares as text" if runtime == "vllm" else ": then logs and metrics call it by one name"
     return [
         Note(
             phase,

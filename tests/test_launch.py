@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import sparse
-from pairs import RECIPES, make_pair
+from pairs import RECIPES, make_pair, planned_pair
 
 from phasefold.errors import UsageError
 from phasefold.families import Model, identify
@@ -133,6 +133,37 @@ def test_fp8_where_it_is_asked_for_in_one_pool_is_in_both(pair) -> None:
     for argv in (found.prefill, found.decode):
         assert options(argv)["--kv-cache-dtype"] == "fp8_e4m3"
         assert options(argv)["--dsa-prefill-backend"] == options(argv)["--dsa-decode-backend"] == "flashmla_kv"
+    assert [note.pool for note in found.notes if note.reason.startswith("fp8 is given as fp8_e4m3: ")] == ["decode"]
+
+
+@pytest.mark.parametrize(
+    ("base", "at", "asked", "said"),
+    [
+        ("tiny-kimi", VLLM, "fp8", "fp8 is given as fp8_e4m3: "),
+        ("tiny-kimi", VLLM, "fp8_e4m3", ""),
+        ("tiny-kimi", VLLM, "auto", ""),
+        ("tiny-kimi", HOPPER, "bfloat16", "bfloat16 is given as bf16: "),
+    ],
+)
+def test_a_kv_dtype_under_another_name_is_told(pair, base: str, at: Deployment, asked: str, said: str) -> None:
+    found = launch(*pair(base), *[replace(at, kv_dtype=asked)] * 2)
+    told = [note for note in found.notes if "is given as" in note.reason]
+    assert [(note.pool, note.reason.startswith(said)) for note in told] == ([("both", True)] if said else [])
+
+
+def test_fp8_of_sparse_attention_is_told_by_its_rows(tmp_path: Path) -> None:
+    """On vLLM "fp8" is rows of 656 bytes or of 576, by the card."""
+    found = launch(*planned_pair("zai-org/GLM-5.2", tmp_path), *[replace(VLLM, tp=8, kv_dtype="fp8")] * 2)
+    assert options(found.decode)["--kv-cache-dtype"] == "fp8_ds_mla"
+    (note,) = [note for note in found.notes if "is given as" in note.reason]
+    assert "fp8 is given as fp8_ds_mla" in note.reason and "656" in note.reason
+
+
+@pytest.mark.parametrize("at", [HOPPER, VLLM], ids=lambda at: at.runtime)
+def test_notes_speak_of_the_runtime_that_is_started(pair, at: Deployment) -> None:
+    words = " ".join(note.reason for note in launch(*pair("tiny-kimi"), at, at).notes)
+    assert ("NIXL" in words) == (at.runtime == "vllm")
+    assert ("vLLM" in words) <= (at.runtime == "vllm") and ("SGLang" in words) <= (at.runtime == "sglang")
 
 
 def test_code_of_the_checkpoint_is_named(pair, tmp_path: Path) -> None:

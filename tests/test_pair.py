@@ -157,7 +157,7 @@ def test_a_prompt_that_never_fits_is_its_own_error() -> None:
     assert "13 pages wanted, 7 of 7 are free" in str(requests[1].error)
     grows, other = Request(tokens("tiny-glm4", 0, 100), 60), Request(tokens("tiny-glm4", 300, 8), 5)
     Pair(*engines).run([grows, other])
-    assert "1 pages wanted, 0 of 7 are free" in str(grows.error) and len(grows.output) == 13 and other.error is None
+    assert "1 page wanted, 0 of 7 are free" in str(grows.error) and len(grows.output) == 13 and other.error is None
 
 
 # faults

@@ -146,7 +146,8 @@ class PagePool:
             cure = "let a request finish first"
             if missing + len(lease.pages) >= self.num_pages:
                 cure = f"{length} tokens never fit; make the pool larger"
-            raise PageError(f"{missing} pages wanted, {len(self.free)} of {self.num_pages - 1} are free; {cure}")
+            wanted = f"{missing} page{'s' if missing > 1 else ''} wanted"
+            raise PageError(f"{wanted}, {len(self.free)} of {self.num_pages - 1} are free; {cure}")
         for _ in range(missing):
             page = next(iter(self.free))
             del self.free[page]
