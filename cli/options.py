@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from . import draw
 
 if TYPE_CHECKING:
@@ -66,8 +66,10 @@ def planned(source: str, recipe: str, mtp: str | None, shard_size: str) -> Plan:
     from dataclasses import replace
 
     from ..quantize.plan import make_plan
-    from ..recipes import load
+    from ..recipes import load, names
 
+    if recipe not in names() and not recipe.endswith(".toml"):
+        raise UsageError(f"no recipe {recipe!r}; there are {', '.join(names())}, or give the path of a .toml file")
     wanted = load(recipe)
     if mtp is not None:
         wanted = replace(wanted, mtp=str(mtp))

@@ -82,7 +82,8 @@ def test_a_recipe_by_path_and_mtp(tmp_path: Path) -> None:
     [
         (["plan", "nowhere", "--recipe", "bf16"], 1, "nowhere: no such folder"),
         (["plan", "zai-org/GLM-5.2", "--recipe", "bf16"], 1, "download the repo first"),
-        (["plan", TINY, "--recipe", "nothing"], 1, "no recipe 'nothing'"),
+        (["plan", TINY, "--recipe", "nothing"], 2, "no recipe 'nothing'; there are bf16, "),
+        (["plan", TINY, "--recipe", "nothing.toml"], 1, "cannot be read"),
         (["plan", TINY, "--recipe", "kimi-decode-int4"], 1, "recipe for kimi"),
         (["convert", TINY, "out", "--recipe", "bf16", "--device", "cuda"], 1, "cuda"),
         (["verify", "nowhere"], 1, "nowhere: no such folder"),
