@@ -4,7 +4,8 @@
 
 Quality: docstrings of the installed standard library in blocks of 256 tokens; the first half is the prompt, the second
 is given token by token to the decode engine. KL is mean KL(reference || pair) in nats a token, its standard error is
-over blocks. The first row of each example is the floor: both engines and the reference have the source's weights.
+over blocks. Both engines keep rows of one layout, as both pools of a service do; the references keep BF16 rows. The
+first row of each example is the floor: both engines and the reference have the source's weights.
 
 Cost: the time of `PagePool.check` within decode steps, and whole steps with and without tags.
 """
@@ -82,8 +83,10 @@ def quality(blocks: int, device: str) -> None:
             if kv == "fp8_ds_mla" and models["source"].cache[0].parts[0].name != "kv_c":
                 continue
             names = ("prefill", "decode") if kv else ("source", "source")
-            first = Engine(models[names[0]], num_pages=pages)
-            second = Engine(models[names[1]], kv=kv or "bf16", scales=scales if scaled else None, num_pages=pages)
+            first, second = (
+                Engine(models[name], kv=kv or "bf16", scales=scales if scaled else None, num_pages=pages)
+                for name in names
+            )
             half = BLOCK // 2
             requests = [Request(text[:half], half, forced=text[half:]) for text in texts]
             Pair(first, second, max_batch=16).run(requests)
