@@ -23,7 +23,8 @@ class Manifest:
     """The content of phasefold.json.
 
     tool: version of phasefold. phase: "prefill", "decode" or "any".
-    source: name, digest (of headers and config), tensors, total_size. recipe: as `Recipe.to_json`.
+    source: name, digest (of headers and config), tensors, total_size, origins (digests of what it was made from itself).
+    recipe: as `Recipe.to_json`.
     plan: digest of the job; shard_bytes: the limit that the shards were cut by; output_bytes: sum of all tensors.
     files: every file beside this one -> {"bytes", "sha256"}.
     units: every module -> [action, source format, target format, relative error]; the error is ||w - w'|| / ||w||

@@ -22,6 +22,7 @@ from ..formats.checkpoint import INDEX, MANIFEST, Reader, side_files
 from ..formats.manifest import Manifest
 from . import kernels, output
 from .blocks import Buffers, StoredMatrix, row_blocks, scale_rows
+from .origin import origins
 from .plan import Plan
 from .shard import Outcome, ShardWriter
 from .units import Shard, Unit
@@ -248,6 +249,7 @@ def _finish(plan: Plan, out: Path, sides: Iterable[str]) -> Manifest:
                 "digest": plan.checkpoint.digest,
                 "tensors": len(plan.checkpoint.tensors),
                 "total_size": plan.checkpoint.total_size,
+                "origins": origins(plan.checkpoint),
             },
             recipe=plan.recipe.to_json(),
             plan=plan.digest,

@@ -244,10 +244,12 @@ def _d5_identity(first: _Pool, second: _Pool, norms: Norms) -> Iterator[Finding]
     sources = [str(pool.manifest.source.get("digest")) if pool.manifest else "" for pool in pools]
     identities = [{pool.checkpoint.digest, source} - {""} for pool, source in zip(pools, sources, strict=True)]
     one_source = bool(identities[0] & identities[1])
-    if found := _other_weights(first, second, one_source):
+    before = [set(pool.manifest.source.get("origins", ()) if pool.manifest else ()) for pool in pools]
+    related = bool((identities[0] | before[0]) & (identities[1] | before[1]))
+    if found := _other_weights(first, second, one_source, related):
         yield found
         return
-    if one_source or first.trouble or second.trouble:
+    if related or first.trouble or second.trouble:
         return
     if all(sources):
         names = " and ".join(str(pool.manifest.source.get("name")) for pool in pools if pool.manifest)
@@ -262,18 +264,19 @@ def _d5_identity(first: _Pool, second: _Pool, norms: Norms) -> Iterator[Finding]
     yield _finding("D5", "warning", pools, MANIFEST, f"{message}; make sure that they are of one release")
 
 
-def _other_weights(first: _Pool, second: _Pool, one_source: bool) -> Finding | None:
+def _other_weights(first: _Pool, second: _Pool, one_source: bool, related: bool) -> Finding | None:
     """A source's digest is that of its headers, which a fine-tuned model shares with its base: look at some weights.
 
-    one_source: each was rounded once, from the same numbers. If not, one may be made of the other's FP8 release, and
-    a stranger's INT4 may be rounded otherwise than to the nearest code (GPTQ, AWQ): then a warning, where it is near.
+    one_source: each was rounded once, from the same numbers. If not, one may be made of the other's FP8 release, or be
+    related, by way of another artifact, and a stranger's INT4 may be rounded otherwise than to the nearest code (GPTQ,
+    AWQ): then a warning, where it is near.
     """
     skip = folded(first.manifest).keys() | folded(second.manifest).keys()
     slack = 0.0 if one_source else ONE_MORE
     sample = compare_weights(first.model, first.checkpoint, second.checkpoint, skip, slack)
     if not sample.differing:
         return None
-    near = not one_source and None in (first.manifest, second.manifest) and sample.distance < _UNLIKE
+    near = not one_source and (related or None in (first.manifest, second.manifest)) and sample.distance < _UNLIKE
     message = (
         f"{len(sample.differing)} of {sample.compared} matrices that were sampled differ by more than rounding does "
         f"(up to {sample.distance:.0%}): the two come from different weights"
@@ -281,7 +284,7 @@ def _other_weights(first: _Pool, second: _Pool, one_source: bool) -> Finding | N
     cure = "fold both artifacts from one source"
     if near:
         message, cure = (
-            f"{message}, or one was rounded to fit calibration data",
+            f"{message}, or one was rounded twice, or to fit calibration data",
             "make sure that they are of one release",
         )
     subject = f"{sample.differing[0]}.weight"

@@ -17,7 +17,7 @@ from pairs import RECIPES, folded, planned
 from safetensors.torch import load_file, save_file
 
 from phasefold.families import identify
-from phasefold.formats.checkpoint import INDEX, MANIFEST
+from phasefold.formats.checkpoint import INDEX, MANIFEST, open_checkpoint
 from phasefold.formats.manifest import read_manifest
 from phasefold.serving.belong import belong
 from phasefold.serving.deployment import Deployment, Finding
@@ -297,6 +297,25 @@ def test_d5_other_weights(artifacts, tmp_path: Path) -> None:
     for manifest in tmp_path.glob(f"*/{MANIFEST}"):
         manifest.unlink()
     assert rules(belong(artifacts("tiny-glm5", "glm-prefill-fp8"), decode, HOPPER, HOPPER)) == {("D5", "silent")}
+
+
+def test_d5_follows_artifacts_made_of_artifacts(artifacts, tmp_path: Path) -> None:
+    """BF16 -> FP8 -> BF16 -> INT4 beside FP8 of the first, and beside the first itself."""
+    prefill = artifacts("tiny-glm5", "glm-prefill-fp8")
+    middle = folded(prefill, "bf16", tmp_path / "middle")
+    decode = folded(middle, "glm-decode-int4", tmp_path / "decode")
+    source = artifacts("tiny-glm5", "")
+    told = read_manifest(decode).source
+    assert told["origins"] == [open_checkpoint(prefill).digest, open_checkpoint(source).digest]
+    assert read_manifest(prefill).source["origins"] == []
+    for other in (prefill, source, folded(source, "glm-prefill-fp8", tmp_path / "again")):
+        assert belong(other, decode, HOPPER, HOPPER) == []
+    (decode / MANIFEST).unlink()
+    assert rules(belong(source, decode, HOPPER, HOPPER)) == {("D5", "warning")}
+    changed = tmp_path / "changed"  # a manifest counts only beside the files that it lists
+    shutil.copytree(prefill, changed)
+    (changed / "config.json").write_text(json.dumps(json.loads((changed / "config.json").read_text())))
+    assert read_manifest(folded(changed, "glm-decode-int4", tmp_path / "of-changed")).source["origins"] == []
 
 
 def test_d5_one_release_in_two_formats(artifacts) -> None:
