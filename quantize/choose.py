@@ -58,8 +58,13 @@ def _check_recipe(recipe: Recipe, family: str) -> None:
         where = f"{recipe.name}: rule {number}"
         if rule.format not in writable:
             raise RecipeError(f"{where}: format {rule.format!r} is not written; there are {', '.join(writable)}")
-        if rule.method not in METHODS or rule.objective not in OBJECTIVES:
-            raise RecipeError(f"{where}: method is one of {', '.join(METHODS)}, objective of {', '.join(OBJECTIVES)}")
+        methods, objectives = (*METHODS, "gptq"), (*OBJECTIVES, "imatrix")
+        if rule.method not in methods or rule.objective not in objectives:
+            raise RecipeError(f"{where}: method is one of {', '.join(methods)}, objective of {', '.join(objectives)}")
+        if rule.method == "gptq" and rule.objective != "imatrix":
+            raise RecipeError(f"{where}: gptq works on scales of objective imatrix, not {rule.objective}")
+        if rule.objective == "imatrix" and rule.method not in ("search", "gptq"):
+            raise RecipeError(f"{where}: objective imatrix is one of search and gptq, not of {rule.method}")
         if rule.method != "rtn" and not rule.format.startswith("int4"):
             raise RecipeError(f"{where}: method {rule.method!r} chooses INT4 codes, not {rule.format}")
         for role in rule.roles:

@@ -20,8 +20,10 @@ from ..errors import CheckpointError, PlanError
 from ..formats import formats
 from ..formats.checkpoint import INDEX, MANIFEST, Reader, side_files
 from ..formats.manifest import Manifest
+from ..formats.statistics import Statistics
 from . import kernels, output
 from .blocks import Buffers, StoredMatrix, row_blocks, scale_rows
+from .guide import Guide, check_statistics, guided
 from .origin import origins
 from .plan import Plan
 from .shard import Outcome, ShardWriter
@@ -45,10 +47,18 @@ class Result:
     manifest: Manifest
 
 
-def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | None = None) -> Result:
+def convert(
+    plan: Plan,
+    out: Path,
+    *,
+    workers: int = 2,
+    progress: Progress | None = None,
+    statistics: Statistics | None = None,
+) -> Result:
     """Write the artifact that `plan` describes into `out`, or go on with it.
 
-    Needs no memory but a few row blocks a worker. `progress` is told the source bytes of each unit that is done.
+    Needs no memory but a few row blocks a worker; GPTQ `guide.worker_bytes`. `progress` is told the source bytes of
+    each unit that is done. statistics: those that the plan was made with, where any of its units is guided by them.
     Raises PhasefoldError with the first thing that is wrong; finished shards stay, and the folder never looks whole.
     """
     wall, cpu = time.monotonic(), time.process_time()
@@ -56,6 +66,11 @@ def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | Non
     output.check_place(source, out)
     if workers < 1:
         raise PlanError(f"workers is {workers}, at least one is needed")
+    if any(map(guided, plan.units())):
+        if statistics is None:
+            raise PlanError(f"{plan.recipe.name}: planned with statistics, but none are given; give the same folder")
+        check_statistics(plan, statistics)
+    guide = Guide(statistics, workers) if statistics else None
     sides = side_files(source)
     if output.is_finished(out, plan):
         done, resumed = _already_done(plan, out), len(plan.shards)
@@ -71,7 +86,7 @@ def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | Non
                 if progress:
                     progress(sum(u.source_bytes for s in plan.shards if s.file in held for u in s.units))
                 try:
-                    _write_shards(plan, out, [s for s in plan.shards if s.file not in held], workers, progress)
+                    _write_shards(plan, out, [s for s in plan.shards if s.file not in held], workers, progress, guide)
                 except BaseException:
                     if not output.finished_shards(out, plan):  # nothing to go on with: give the folder free
                         output.remove_work(out)
@@ -83,7 +98,7 @@ def convert(plan: Plan, out: Path, *, workers: int = 2, progress: Progress | Non
         resumed,
         time.monotonic() - wall,
         time.process_time() - cpu,
-        _peak_rss(),
+        peak_rss(),
         plan.checkpoint.total_size,
         mean_errors(plan.units(), done.units),
         done,
@@ -97,7 +112,9 @@ def _already_done(plan: Plan, out: Path) -> Manifest:
     return done
 
 
-def _write_shards(plan: Plan, out: Path, shards: list[Shard], workers: int, progress: Progress | None) -> None:
+def _write_shards(
+    plan: Plan, out: Path, shards: list[Shard], workers: int, progress: Progress | None, guide: Guide | None
+) -> None:
     reader, stop, lock = Reader(plan.checkpoint), threading.Event(), threading.Lock()
     opened: list[ShardWriter] = []
 
@@ -120,7 +137,7 @@ def _write_shards(plan: Plan, out: Path, shards: list[Shard], workers: int, prog
                     return
                 writer, unit = task
                 with output.writing(out):
-                    outcome = run_unit(unit, reader, writer, buffers, stop)
+                    outcome = run_unit(unit, reader, writer, buffers, stop, guide)
                     if not stop.is_set() and writer.finish_unit(unit, outcome):
                         writer.close()
                         with lock:
@@ -137,8 +154,9 @@ def _write_shards(plan: Plan, out: Path, shards: list[Shard], workers: int, prog
         return
     pool = ThreadPoolExecutor(workers, thread_name_prefix="phasefold")
     try:
-        for future in [pool.submit(work) for _ in range(workers)]:
-            future.result()
+        with guide.one_thread() if guide else contextlib.nullcontext():
+            for future in [pool.submit(work) for _ in range(workers)]:
+                future.result()
     finally:  # also on SIGINT: let the workers end their row block, then clear what is half done
         stop.set()
         pool.shutdown(wait=True)
@@ -149,7 +167,14 @@ def _write_shards(plan: Plan, out: Path, shards: list[Shard], workers: int, prog
             path.unlink(missing_ok=True)
 
 
-def run_unit(unit: Unit, reader: Reader, writer: ShardWriter, buffers: Buffers, stop: threading.Event) -> Outcome:
+def run_unit(
+    unit: Unit,
+    reader: Reader,
+    writer: ShardWriter,
+    buffers: Buffers,
+    stop: threading.Event,
+    guide: Guide | None = None,
+) -> Outcome:
     """Work on one unit: read its rows block by block, choose or check, write. Raises CheckpointError on bad values."""
     source = StoredMatrix(reader, unit.module, unit.source, unit.source_format, unit.shape, unit.scaling)
     target_format = formats()[unit.target_format]
@@ -160,10 +185,13 @@ def run_unit(unit: Unit, reader: Reader, writer: ShardWriter, buffers: Buffers, 
         unit.objective,
         unit.power_of_two,
     )
+    method, whole = None, False
+    if guide and guided(unit):
+        target, method, whole = guide.search(unit, target)
     same = unit.kept or (unit.action == "repacked" and not target_format.plain)
     error2 = norm2 = 0.0
     tiny = zero = 0
-    for first, last in row_blocks(unit.shape, unit.source[0]):
+    for first, last in [(0, source.rows)] if whole else row_blocks(unit.shape, unit.source[0]):
         if stop.is_set():
             return Outcome()
         matrix = source.read(first, last, buffers)
@@ -172,6 +200,8 @@ def run_unit(unit: Unit, reader: Reader, writer: ShardWriter, buffers: Buffers, 
         else:
             results = _result_buffers(unit, first, last, source.rows, buffers)
             report = kernels.convert(matrix, target, *results)
+            if guide and whole:
+                report, method = guide.improve(unit, matrix, report, method, results)
         if report.fault is not None:
             where = source.where(report.fault, report.row, report.column, first)
             raise CheckpointError(f"{where}: {report.fault}")
@@ -190,7 +220,7 @@ def run_unit(unit: Unit, reader: Reader, writer: ShardWriter, buffers: Buffers, 
             tiny, zero = tiny + report.tiny_scales, zero + report.zero_blocks
         _write_rows(writer, unit, first, source.rows, results)
     _write_shape(unit, source, writer, buffers, same=same)
-    return Outcome(error2, norm2, tiny, zero)
+    return Outcome(error2, norm2, tiny, zero, method)
 
 
 def _result_buffers(
@@ -271,7 +301,7 @@ def _finish(plan: Plan, out: Path, sides: Iterable[str]) -> Manifest:
     return manifest
 
 
-def _peak_rss() -> int:
+def peak_rss() -> int:
     """Largest resident set of this process, bytes. Linux's ru_maxrss would count the process that started this one."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024

@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..formats import Format, formats
 from ..formats.checkpoint import Checkpoint
 from ..recipes import Recipe
-from . import fold
+from . import fold, guide
 from .account import Account, Item, account, held_config
 from .choose import choose, make_unit
 from .declare import Module, check, launch_notes, quantization_config
@@ -102,6 +102,7 @@ def make_plan(
         why = "the MTP layer is dropped" if dropped else "the source has no MTP layer although its config claims one"
         notes.append(f"config.json: num_nextn_predict_layers is set to 0, {why}")
     notes += fold.notes(extras)
+    notes += guide.notes(checkpoint, recipe.name, units, extras.statistics)
     before, after = checkpoint.total_size, sum(output.part.nbytes for unit in units for output in unit.outputs)
     if after > before:
         notes.append(f"the artifact is larger than its source: {after / 1e9:,.1f} GB from {before / 1e9:,.1f} GB")

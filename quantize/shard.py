@@ -20,12 +20,16 @@ from .units import Shard, Unit
 
 
 class Outcome(NamedTuple):
-    """What a unit left: squared error and squared norm (Frobenius), scales and blocks worth a remark."""
+    """What a unit left: squared error and squared norm (Frobenius), scales and blocks worth a remark.
+
+    method: what its codes come from in the end, where statistics guide it: see `guide` and `whole`.
+    """
 
     error2: float = 0.0
     norm2: float = 0.0
     tiny_scales: int = 0
     zero_blocks: int = 0
+    method: str | None = None
 
     @property
     def relative_error(self) -> float:
@@ -63,7 +67,8 @@ class ShardWriter:
         """Take note of a unit that is written; -> whether it was the last one. Then hash what can be hashed."""
         with self._lock:
             error = outcome.relative_error
-            self._units[unit.module] = [unit.action, unit.source_format, unit.target_format, error]
+            entry: list[Any] = [unit.action, unit.source_format, unit.target_format, error]
+            self._units[unit.module] = [*entry, outcome.method] if outcome.method else entry
             self._scales["tiny_scales"] += outcome.tiny_scales
             self._scales["zero_blocks"] += outcome.zero_blocks
             while self._piece < len(self._pieces) and self._pieces[self._piece][2] in self._units:

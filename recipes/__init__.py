@@ -27,8 +27,9 @@ class Rule:
     roles: role names, each also standing for what lies below it ("attention" for "attention.q_a"); "*" for all.
     format: a storage format, "fp8" (FP8 stays as it is, anything else becomes the architecture's own FP8 format),
         "bf16" (quantized weights are decoded) or "keep" (copied as bytes).
-    method: how codes are chosen: "rtn", "search" or "inverse".
-    objective: what the search minimises: "weighted", "weighted2" or "mse".
+    method: how codes are chosen: "rtn", "search", "gptq" or "inverse".
+    objective: what the search minimises: "weighted", "weighted2" or "mse", which need no data, or "imatrix", the error
+        weighted by calibration statistics. GPTQ has no other.
     scale: for FP8 that is made: "power_of_two" or "float32"; None for the format's own (blocks: power of two, lossless
         where a runtime turns scales into UE8M0; channels: float32, as everybody else writes them).
     layers: only these decoder layers; None for all.
@@ -64,6 +65,11 @@ class Recipe:
     summary: str
     rules: tuple[Rule, ...]
     mtp: str = "quantize"
+
+    @property
+    def guided(self) -> bool:
+        """Whether a rule reads calibration statistics."""
+        return any(rule.objective == "imatrix" for rule in self.rules)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; `parse` takes it back."""
@@ -125,11 +131,12 @@ def parse(value: Mapping[str, Any], where: str, default_name: str = "") -> Recip
 
 def _rule(value: Mapping[str, Any], where: str) -> Rule:
     _only(value, {"roles", "format", "method", "objective", "scale", "layers"}, where)
+    method = _text(value, "method", where, "rtn")
     return Rule(
         roles=_texts(value, "roles", where),
         format=_text(value, "format", where),
-        method=_text(value, "method", where, "rtn"),
-        objective=_text(value, "objective", where, "weighted"),
+        method=method,
+        objective=_text(value, "objective", where, "imatrix" if method == "gptq" else "weighted"),
         scale=_one_of(value, "scale", where, SCALES, "") or None,
         layers=_layers(value.get("layers"), where),
     )

@@ -33,7 +33,8 @@ def run(source: Path, out: Path, recipe: str | Recipe, *, shard_bytes: int = 2_0
 
 def recipes_for(base: str) -> list[str]:
     family = "kimi" if base == "tiny-kimi" else "glm"
-    return [name for name in names() if family in load(name).families and name != "kimi-restore-int4"]
+    found = [name for name in names() if family in load(name).families and not load(name).guided]
+    return [name for name in found if name != "kimi-restore-int4"]
 
 
 def custom(*rules: dict) -> Recipe:

@@ -118,7 +118,8 @@ KINDS = [("tiny-kimi", kind) for kind in KIMI] + [(base, kind) for base in ("tin
 
 def recipes_for(base: str) -> list[str]:
     family = "kimi" if base == "tiny-kimi" else "glm"
-    return [name for name in names() if family in load(name).families and name != "kimi-restore-int4"]
+    found = [name for name in names() if family in load(name).families and not load(name).guided]
+    return [name for name in found if name != "kimi-restore-int4"]
 
 
 def expected(base: str, kind: str, recipe: str, notes: tuple[str, ...], runtime: str) -> set[tuple[str, str]]:

@@ -37,7 +37,8 @@ EXPERTS = {
 
 def recipes_for(base: str) -> list[str]:
     family = "kimi" if base == "tiny-kimi" else "glm"
-    return [name for name in names() if family in load(name).families and name != "kimi-restore-int4"]
+    found = [name for name in names() if family in load(name).families and not load(name).guided]
+    return [name for name in found if name != "kimi-restore-int4"]
 
 
 CASES = [(base, kind, recipe) for base, kinds in KINDS.items() for kind in kinds for recipe in recipes_for(base)]
