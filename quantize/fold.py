@@ -10,13 +10,13 @@ Which exponents a source can take depends on its weights alone, so all artifacts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ..errors import PlanError
-from ..families import Model
+from ..families import Fold, Model, TensorSpec
 from ..formats.checkpoint import MANIFEST, Checkpoint, Reader
-from ..formats.manifest import read_manifest
+from ..formats.manifest import Manifest, read_manifest
 from .account import Account, Item, account
 from .blocks import Buffers, StoredMatrix, row_blocks
 from .extras import Extras
@@ -68,9 +68,12 @@ def _log2(scale: float, where: str) -> int:
 
 def held(checkpoint: Checkpoint) -> Folding:
     """The folding that a checkpoint's manifest tells of; {} without one. Raises VerifyError where it cannot be read."""
-    if not (checkpoint.folder / MANIFEST).exists():
-        return {}
-    folding: Folding = read_manifest(checkpoint.folder).extras.get("folding", {})
+    return folding_of(read_manifest(checkpoint.folder)) if (checkpoint.folder / MANIFEST).exists() else {}
+
+
+def folding_of(manifest: Manifest) -> Folding:
+    """The folding that a manifest tells of."""
+    folding: Folding = manifest.extras.get("folding", {})
     return folding
 
 
@@ -189,20 +192,37 @@ def _ranges(folding: Folding) -> str:
     )
 
 
+def undoing(model: Model, folding: Folding) -> dict[str, Scaling]:
+    """Module -> what undoes a folding of its values, in whatever format they are stored."""
+    return {
+        spec.name.removesuffix(".weight"): _scaling(one, -one.sign * folding[str(spec.layer)][one.part])
+        for spec, one in _touched(model, model.tensors(), folding)
+    }
+
+
 def _places(found: Account, folding: Folding) -> Iterator[_Place]:
-    """All tensors that take part in folding the named parts of the named layers."""
+    """All stored tensors that take part in folding the named parts of the named layers."""
+    items = {item.spec: item for item in found.items}
+    for spec, one in _touched(found.model, items, folding):
+        yield _Place(str(spec.layer), one.part, one.sign, items[spec], _scaling(one, 0))
+
+
+def _touched(model: Model, specs: Iterable[TensorSpec], folding: Folding) -> Iterator[tuple[TensorSpec, Fold]]:
     if not folding:
         return
-    model = found.model
     folds = model.folds()
     _refuse_unknown(model, folding)
-    for item in found.items:
-        layer = str(item.spec.layer)
-        if item.spec.mtp or layer not in folding:
+    for spec in specs:
+        layer = str(spec.layer)
+        if spec.mtp or layer not in folding:
             continue
-        for fold in folds:
-            if fold.part in folding[layer] and item.spec.name.endswith(f".layers.{layer}.{fold.tail}"):
-                yield _Place(layer, fold.part, fold.sign, item, Scaling(0, fold.first, fold.last, fold.period))
+        for one in folds:
+            if one.part in folding[layer] and spec.name.endswith(f".layers.{layer}.{one.tail}"):
+                yield spec, one
+
+
+def _scaling(one: Fold, exponent: int) -> Scaling:
+    return Scaling(exponent, one.first, one.last, one.period)
 
 
 def _refuse_unknown(model: Model, folding: Folding) -> None:

@@ -39,6 +39,10 @@ class Scaling(NamedTuple):
     last: int = 1
     period: int = 1
 
+    def covers(self, number: int) -> bool:
+        """Whether this feature is multiplied."""
+        return self.first <= number % self.period < self.last
+
     def before(self, number: int) -> int:
         """How many of the features below `number` are multiplied."""
         whole, rest = divmod(number, self.period)
@@ -118,14 +122,17 @@ def _values(held: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     """What stored numbers stand for, float32, exactly."""
     import numpy as np
 
+    values: NDArray[np.float32]
     if dtype == "BF16":
-        return (held.astype(np.uint32) << 16).view(np.float32)
-    if dtype == "E4M3":
-        return _e4m3()[held]
-    if dtype in ("F8_E8M0", "U8"):
+        values = (held.astype(np.uint32) << 16).view(np.float32)
+    elif dtype == "E4M3":
+        values = _e4m3()[held]
+    elif dtype in ("F8_E8M0", "U8"):
         # 2^-127, which is smaller than the smallest normal number, is exact in float32 all the same
-        return np.where(held == 255, np.float32("nan"), np.ldexp(np.float32(1), held.astype(np.int32) - 127))
-    values: NDArray[np.float32] = held.astype(np.float32)
+        powers = np.ldexp(np.float32(1), held.astype(np.int32) - 127)
+        values = np.where(held == 255, np.float32("nan"), powers)
+    else:
+        values = held.astype(np.float32)
     return values
 
 

@@ -15,8 +15,9 @@ from ..errors import VerifyError
 from ..families import Model, identify
 from ..formats.checkpoint import MANIFEST, Checkpoint, open_checkpoint
 from ..formats.manifest import Manifest, read_manifest
+from ..quantize.fold import Folding, folding_of, undoing
 from .deployment import Deployment, Finding
-from .identity import Norms, differing_norms, differing_side_files, folded, kv_scales
+from .identity import Norms, differing_folds, differing_norms, differing_side_files, kv_scales
 from .kv_layout import KVLayout, is_mla, kv_layout, kv_scheme
 from .samples import ONE_MORE, compare_weights
 
@@ -45,6 +46,11 @@ class _Pool(NamedTuple):
     trouble: str
     at: Deployment
     layout: KVLayout
+
+    @property
+    def folding(self) -> Folding:
+        """What its manifest tells of; a checkpoint without one is taken for unfolded."""
+        return folding_of(self.manifest) if self.manifest else {}
 
 
 def belong(prefill: Path, decode: Path, prefill_at: Deployment, decode_at: Deployment) -> list[Finding]:
@@ -212,11 +218,16 @@ def _d4_scales(first: _Pool, second: _Pool, norms: Norms) -> Iterator[Finding]:
             "SGLang does not read the KV scales of grouped-query attention and stores at scale 1.0; vLLM reads them"
         )
         yield _finding("D4", "warning", pools, min(scales[0]), message)
-    folds = [folded(pool.manifest) for pool in pools]
-    if pools[0].manifest and pools[1].manifest and folds[0] != folds[1]:
-        name = min(name for name in folds[0].keys() | folds[1].keys() if folds[0].get(name) != folds[1].get(name))
-        message = "the artifacts are folded differently, so their KV caches differ by powers of two; fold both alike"
-        yield _finding("D4", "silent", pools, name, message)
+    if folds := differing_folds(first.folding, second.folding):
+        layer, part, *powers = folds[0]
+        told = " and ".join(
+            f"{f'2^{power}' if power else 'not at all'} for {pool.phase}"
+            + ("" if pool.manifest else f" (no {MANIFEST} there)")
+            for power, pool in zip(powers, pools, strict=True)
+        )
+        message = f"the artifacts are folded differently in {len(folds)} places, here by {told}: their KV caches differ"
+        cure = "by powers of two; fold both from one source with one kv_scales.json"
+        yield _finding("D4", "silent", pools, f"layers.{layer}.{part}", f"{message} {cure}")
     elif norms.of_cache and not norms.others:
         message = (
             f"{len(norms.of_cache)} norms before the KV cache differ and no others do: one artifact is folded, its KV "
@@ -271,9 +282,9 @@ def _other_weights(first: _Pool, second: _Pool, one_source: bool, related: bool)
     related, by way of another artifact, and a stranger's INT4 may be rounded otherwise than to the nearest code (GPTQ,
     AWQ): then a warning, where it is near.
     """
-    skip = folded(first.manifest).keys() | folded(second.manifest).keys()
+    folds = undoing(first.model, first.folding), undoing(second.model, second.folding)
     slack = 0.0 if one_source else ONE_MORE
-    sample = compare_weights(first.model, first.checkpoint, second.checkpoint, skip, slack)
+    sample = compare_weights(first.model, first.checkpoint, second.checkpoint, folds, slack)
     if not sample.differing:
         return None
     near = not one_source and (related or None in (first.manifest, second.manifest)) and sample.distance < _UNLIKE

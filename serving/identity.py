@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..formats import PLAIN
 from ..formats.checkpoint import Checkpoint, Reader, read_file, side_files
-from ..formats.manifest import Manifest
+from ..quantize.fold import Folding
 
 #: the files that turn text into tokens
 _VOCABULARY = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "added_tokens.json")
@@ -74,10 +74,15 @@ def kv_scales(checkpoint: Checkpoint) -> dict[str, bytes]:
         reader.close()
 
 
-def folded(manifest: Manifest | None) -> dict[str, Any]:
-    """Modules that were folded -> what the manifest says of it besides the storage formats and the error."""
-    units = manifest.units if manifest else {}
-    return {module: [unit[0], *unit[4:]] for module, unit in units.items() if unit[0] == "folded"}
+def differing_folds(first: Folding, second: Folding) -> list[tuple[str, str, int, int]]:
+    """(layer, part, exponent of the first, exponent of the second) where two foldings differ; the first layer first."""
+    pairs = {(layer, part) for folding in (first, second) for layer, parts in folding.items() for part in parts}
+    found = []
+    for layer, part in sorted(pairs, key=lambda pair: (int(pair[0]), pair[1])):
+        one, two = (folding.get(layer, {}).get(part, 0) for folding in (first, second))
+        if one != two:
+            found.append((layer, part, one, two))
+    return found
 
 
 def _bytes(reader: Reader, name: str, size: int) -> bytes:

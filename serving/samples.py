@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from ..families import Model
@@ -18,6 +18,7 @@ from ..formats import Part, Shape, recognise
 from ..formats.checkpoint import Checkpoint, Reader
 from ..formats.mxfp4 import E2M1
 from ..quantize.blocks import Buffers, StoredMatrix
+from ..quantize.scaling import Scaling
 from .survey import PARTS
 
 _MATRICES = 4  # of a kind, evenly over the layers and experts
@@ -27,6 +28,9 @@ _FLOATS = {"bf16": ("H", 2.0**-8), "f16": ("e", 2.0**-11), "f32": ("f", 2.0**-24
 #: relative, what one more rounding to FP8 adds: a release in BF16 beside INT4 made of its FP8 release
 ONE_MORE = 2.0**-4
 _FLOAT32 = 1e-5
+
+
+Folds = Mapping[str, Scaling]
 
 
 class Sample(NamedTuple):
@@ -41,23 +45,28 @@ class Sample(NamedTuple):
 
 
 def compare_weights(
-    model: Model, first: Checkpoint, second: Checkpoint, skip: Collection[str] = (), slack: float = 0.0
+    model: Model, first: Checkpoint, second: Checkpoint, folds: tuple[Folds, Folds] = ({}, {}), slack: float = 0.0
 ) -> Sample:
-    """Compare matrices that both hold in a known format. skip: modules. slack: relative, added to the intervals.
+    """Compare matrices that both hold in a known format. slack: relative, added to the intervals.
+
+    folds: of each checkpoint, module -> the powers of two that undo its folding.
 
     Raises CheckpointError where a shard cannot be read.
     """
     readers = Reader(first), Reader(second)
     compared, differing, distance = 0, [], 0.0
     try:
-        for module, shape in _chosen(model, first, second, skip):
+        for module, shape in _chosen(model, first, second):
             found = [_stored(reader, module, shape) for reader in readers]
             if found[0] is None or found[1] is None:
                 continue
             compared += 1
             apart, total, error, norm = 0, 0, 0.0, 0.0
-            for row in range(0, shape[0], -(-shape[0] // _ROWS)):
-                for (a, width), (b, other) in zip(_row(found[0], row), _row(found[1], row), strict=True):
+            # the last row too: of q_b_proj and kv_a_proj_with_mqa it is one of the rope's
+            for row in sorted({round(step * (shape[0] - 1) / (_ROWS - 1)) for step in range(_ROWS)}):
+                powers = [_power(fold.get(module), row) for fold in folds]
+                pairs = zip(_row(found[0], row, powers[0]), _row(found[1], row, powers[1]), strict=True)
+                for (a, width), (b, other) in pairs:
                     room = width + other + (slack + _FLOAT32) * max(abs(a), abs(b))
                     apart, total = apart + (abs(a - b) > room), total + 1
                     error, norm = error + (a - b) ** 2, norm + max(a * a, b * b)
@@ -70,12 +79,16 @@ def compare_weights(
     return Sample(compared, differing, distance)
 
 
-def _chosen(model: Model, first: Checkpoint, second: Checkpoint, skip: Collection[str]) -> Iterator[tuple[str, Shape]]:
+def _power(fold: Scaling | None, row: int) -> float:
+    return 2.0**fold.exponent if fold and fold.covers(row) else 1.0
+
+
+def _chosen(model: Model, first: Checkpoint, second: Checkpoint) -> Iterator[tuple[str, Shape]]:
     """Modules that both hold: of each role and name some, first and last among them."""
     kinds: dict[tuple[str, str], list[tuple[str, Shape]]] = {}
     for spec in model.tensors():
         module = spec.name.removesuffix(".weight")
-        if len(spec.shape) != 2 or module == spec.name or -1 in spec.shape or module in skip:
+        if len(spec.shape) != 2 or module == spec.name or -1 in spec.shape:
             continue
         if all(spec.name in held or f"{module}.weight_packed" in held for held in (first.tensors, second.tensors)):
             kinds.setdefault((spec.role, module.rpartition(".")[2]), []).append((module, spec.shape))
@@ -96,8 +109,8 @@ def _stored(reader: Reader, module: str, shape: Shape) -> StoredMatrix | None:
     return StoredMatrix(reader, module, parts, known.name, shape) if known else None
 
 
-def _row(matrix: StoredMatrix, row: int) -> Iterator[tuple[float, float]]:
-    """(value, how far from it the weight may have been) for some columns of a row, those in the middle."""
+def _row(matrix: StoredMatrix, row: int, power: float = 1.0) -> Iterator[tuple[float, float]]:
+    """(value, how far from it the weight may have been) for columns in the middle of a row, times `power`."""
     start = matrix.columns // 2 // _COLUMNS * _COLUMNS
     stop = min(start + _COLUMNS, matrix.columns)
     held = matrix.read(row, row + 1, Buffers())
@@ -105,7 +118,7 @@ def _row(matrix: StoredMatrix, row: int) -> Iterator[tuple[float, float]]:
         code, half = _FLOATS[held.kind]
         for value in struct.unpack(f"<{held.cols}{code}", held.codes)[start:stop]:
             number = struct.unpack("<f", struct.pack("<I", value << 16))[0] if code == "H" else value
-            yield number, abs(number) * half
+            yield number * power, abs(number) * half * power
         return
     width = matrix.grid.block[1] or matrix.columns
     scales = _numbers(bytes(held.scales or b""), held.scale_dtype or "")
@@ -113,8 +126,8 @@ def _row(matrix: StoredMatrix, row: int) -> Iterator[tuple[float, float]]:
     codes = bytes(held.codes)
     for column in range(start, stop):
         number = number_of(codes, column)
-        scale = abs(scales[column // width])
-        yield number * scales[column // width], half_of(abs(number)) * scale if scale else 0.0
+        scale = scales[column // width] * power
+        yield number * scale, half_of(abs(number)) * abs(scale) if scale else 0.0
 
 
 def _numbers(raw: bytes, dtype: str) -> list[float]:

@@ -281,11 +281,14 @@ def test_d4_one_artifact_is_folded(pair, base: str) -> None:
 def test_d4_manifests_tell_of_folding(pair) -> None:
     prefill, decode = pair("tiny-kimi")
     manifest = read_manifest(decode)
-    name = "model.layers.1.self_attn.kv_b_proj"
-    units = dict(manifest.units) | {name: ["folded", *manifest.units[name][1:]]}
-    (decode / MANIFEST).write_bytes(replace(manifest, units=units).to_bytes())
-    (found,) = belong(prefill, decode, HOPPER, HOPPER)
-    assert (found.rule, found.severity, found.subject) == ("D4", "silent", name)
+    (decode / MANIFEST).write_bytes(replace(manifest, extras={"folding": {"1": {"k_pe": 0, "kv_c": 0}}}).to_bytes())
+    assert belong(prefill, decode, HOPPER, HOPPER) == []
+    (decode / MANIFEST).write_bytes(replace(manifest, extras={"folding": {"1": {"kv_c": 3}}}).to_bytes())
+    found = belong(prefill, decode, HOPPER, HOPPER)  # and the weights are not as that manifest has them
+    assert [(one.rule, one.subject) for one in found] == [
+        ("D4", "layers.1.kv_c"),
+        ("D5", "model.layers.1.self_attn.kv_b_proj.weight"),
+    ]
 
 
 def test_d5_other_weights(artifacts, tmp_path: Path) -> None:

@@ -18,10 +18,13 @@ from phasefold.quantize.extras import NO_EXTRAS, Extras
 from phasefold.quantize.plan import make_plan
 from phasefold.quantize.verify import verify
 from phasefold.recipes import load, parse
+from phasefold.serving.belong import belong
+from phasefold.serving.deployment import Deployment
 from phasefold.serving.paged.engine import Engine, Request
 from phasefold.serving.paged.weights import load_model
 
 torch.set_num_threads(1)
+HOPPER = Deployment("sglang", kv_dtype="bfloat16")
 BASES = ("tiny-kimi", "tiny-glm4", "tiny-glm5")
 RECIPES = {"tiny-kimi": ("kimi-prefill-fp8", "kimi-decode-int4"), "tiny-glm4": ("glm-prefill-fp8", "glm-decode-int4"),
            "tiny-glm5": ("glm-prefill-fp8", "glm-decode-int4-fp8")}  # fmt: skip
@@ -316,3 +319,41 @@ def test_what_cannot_be_folded_is_refused_by_name(source, tmp_path: Path) -> Non
     assert make_plan(checkpoint, load("keep"), extras=NO_EXTRAS).actions()["folded"] == 0
     custom = parse({"families": ["kimi"], "rule": [{"roles": ["*"], "format": "keep"}]}, "mine", "mine")
     assert make_plan(checkpoint, custom, extras=Extras(folding={"0": {"kv_c": 1}})).actions()["folded"] == 2
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_pools_that_are_folded_alike_belong_together(source, tmp_path: Path, base: str) -> None:
+    """FP8 and INT4 of one source, folded by one file: clean. One of them without a fold, or with another: D4."""
+    folder, recipes = source(base), RECIPES[base]
+    for recipe in recipes:
+        extras = folded(folder, tmp_path / recipe, wanted(base), recipe)
+        run(folder, tmp_path / f"{recipe}-plain", recipe)
+    prefill, decode = (tmp_path / recipe for recipe in recipes)
+    assert belong(prefill, decode, HOPPER, HOPPER) == []
+    one = folded(folder, tmp_path / "other", {2: {parts_of(base)[1]: 2}}, recipes[1])
+    assert one.folding != extras.folding
+    for first, second in (
+        (prefill, tmp_path / f"{recipes[1]}-plain"),
+        (tmp_path / f"{recipes[0]}-plain", decode),
+        (prefill, tmp_path / "other"),
+        (prefill, folder),
+    ):
+        found = belong(first, second, HOPPER, HOPPER)
+        assert {(one.rule, one.severity) for one in found} == {("D4", "silent")}, (first.name, second.name, found)
+    # values alone are folded: no norm differs, and without its manifest the weights tell
+    part = "v" if base == "tiny-glm4" else "k_pe"
+    folded(folder, tmp_path / "silent", {layer: {part: 6} for layer in range(4)}, recipes[1])
+    (tmp_path / "silent" / MANIFEST).unlink()
+    (found,) = belong(tmp_path / f"{recipes[0]}-plain", tmp_path / "silent", HOPPER, HOPPER)
+    assert found.rule == "D5" and "differ by more than rounding" in found.message
+
+
+def test_two_releases_settle_apart_and_d4_tells(source, tmp_path: Path) -> None:
+    """The FP8 release of a model cannot take the fold of k_pe that its BF16 release can: fold both from one of them."""
+    asked = {layer: {"kv_c": 3, "k_pe": 3} for layer in range(4)}
+    ours = folded(source("tiny-kimi", "fp8-block"), tmp_path / "prefill", asked, "kimi-prefill-fp8")
+    theirs = folded(source("tiny-kimi"), tmp_path / "decode", asked, "kimi-decode-int4")
+    assert ours.folding == {str(layer): {"kv_c": 3} for layer in range(4)} != theirs.folding
+    (found, *_) = belong(tmp_path / "prefill", tmp_path / "decode", HOPPER, HOPPER)
+    assert (found.rule, found.severity, found.subject) == ("D4", "silent", "layers.0.k_pe")
+    assert "in 4 places, here by not at all for prefill and 2^3 for decode" in found.message

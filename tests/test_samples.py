@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list
 
 def compared(first: Path, second: Path, slack: float = 0.0) -> Sample:
     checkpoints = open_checkpoint(first), open_checkpoint(second)
-    return compare_weights(identify(checkpoints[0].config), *checkpoints, (), slack)
+    return compare_weights(identify(checkpoints[0].config), *checkpoints, slack=slack)
 
 
 @pytest.mark.parametrize("base", RECIPES)
