@@ -18,10 +18,12 @@ from .options import (
     RecipeName,
     ShardSize,
     Source,
+    Stats,
     Workers,
     cores,
     ends_cleanly,
     open_source,
+    open_stats,
     planned,
     print_json,
     tp_limits,
@@ -64,16 +66,21 @@ def recipes(as_json: Json = False) -> None:
         print_json([{key: getattr(recipe, key) for key in keys} for recipe in found])
         return
     for recipe in found:
-        print(f"{recipe.name:22}{recipe.phase:9}{', '.join(recipe.families)}\n    {recipe.summary}")
+        print(f"{recipe.name:30}{recipe.phase:9}{', '.join(recipe.families)}\n    {recipe.summary}")
 
 
 def plan(
-    source: Source, recipe: RecipeName, mtp: Mtp = None, shard_size: ShardSize = "5GB", as_json: Json = False
+    source: Source,
+    recipe: RecipeName,
+    mtp: Mtp = None,
+    stats: Stats = None,
+    shard_size: ShardSize = "5GB",
+    as_json: Json = False,
 ) -> None:
     """What a conversion would write, to the byte. Reads headers only."""
     from ..quantize.summary import plan_keys
 
-    made = planned(source, recipe, mtp, shard_size)
+    made = planned(source, recipe, mtp, shard_size, open_stats(stats))
     limits = tp_limits(made)
     if as_json:
         print_json(plan_keys(made) | {"largest_tp": limits})
@@ -86,6 +93,7 @@ def convert(
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write the artifact into.")],
     recipe: RecipeName,
     mtp: Mtp = None,
+    stats: Stats = None,
     workers: Workers = None,
     device: Annotated[
         Device, typer.Option(help="Where the packing runs; this version packs on the CPU.")
@@ -100,7 +108,8 @@ def convert(
     if device == Device.cuda:
         raise PlanError("device cuda: this version packs on the CPU; give --device cpu, or nothing")
     with ends_cleanly("interrupted; finished shards are kept, give the same command again to go on"):
-        made = planned(source, recipe, mtp, shard_size)
+        statistics = open_stats(stats)
+        made = planned(source, recipe, mtp, shard_size, statistics)
         limits = tp_limits(made)
         total = sum(unit.source_bytes for unit in made.units())
         threads = workers or cores()
@@ -108,12 +117,12 @@ def convert(
             f"{draw.size(made.checkpoint.total_size)} -> {draw.size(made.output_bytes)}, {len(made.shards):,} shards"
         )
         if not as_json:
-            notes = (*made.notes, draw.limits(limits))
+            notes = (*made.notes, draw.limits(limits), *draw.gptq(made))
             for line in (f"{source} -> {out}: {sizes}, {threads} workers", *(f"note: {note}" for note in notes)):
                 draw.say(line)
             sys.stdout.flush()
         with draw.progress("converting", total, quiet=as_json) as advance:
-            result = carry_out(made, Path(out), workers=threads, progress=advance)
+            result = carry_out(made, Path(out), workers=threads, progress=advance, statistics=statistics)
     if as_json:
         print_json(result_keys(result) | {"largest_tp": limits})
     else:

@@ -45,7 +45,7 @@ def plan(made: Plan, tp: Mapping[str, int]) -> None:
     share = f"{after / before:.0%} of {before:,}"
     print(f"{made.recipe.name}: {after:,} bytes ({binary(after)}), {share}")
     print(f"{len(made.weight_map):,} tensors in {many(len(made.shards), 'shard')}")
-    for note in (*made.notes, limits(tp)):
+    for note in (*made.notes, limits(tp), *gptq(made)):
         say(f"note: {note}")
     rows = [
         [t.role, f"{t.units:,}", t.source, size(t.source_bytes), t.action, t.target, size(t.bytes)]
@@ -63,9 +63,25 @@ def limits(tp: Mapping[str, int], experts: str = "cut over the ranks") -> str:
     return f"loads with {', '.join(words)} (experts {experts})"
 
 
+def gptq(made: Plan) -> list[str]:
+    """What GPTQ takes, in words."""
+    from ..quantize.guide import worker_bytes
+
+    return [f"GPTQ holds up to {size(held)} a worker"] if (held := worker_bytes(made)) else []
+
+
+#: what codes come from, where statistics guide them
+CODES = {
+    "gptq": "GPTQ", "gptq-pool": "GPTQ by the layer's pool", "imatrix": "the weighted search",
+    "imatrix-pool": "the search weighted by the layer's pool",
+    "singular": "the weighted search (no factor of the Hessian)",
+    "data-free": "the search without data (no token has reached them)",
+}  # fmt: skip
+
+
 def result(done: Result, out: str) -> None:
     """What a conversion has written, and how exact it is."""
-    from ..quantize.summary import transitions
+    from ..quantize.summary import methods, transitions
 
     made = done.plan
     rows = []
@@ -73,6 +89,8 @@ def result(done: Result, out: str) -> None:
         error = f"{t.error:.2%}" if t.error else "exact"
         rows.append([t.role, f"{t.units:,}", t.source, t.action, t.target, size(t.bytes), error])
     table(["role", "units", "from", "", "to", "size", "mean error"], rows, "lrlllrr")
+    for role, counts in methods(made, done.manifest.units).items():
+        print(f"{role}: codes of " + ", ".join(f"{count:,} by {CODES[name]}" for name, count in counts.items()))
     if tiny := done.manifest.scales["tiny_scales"]:
         print(f"note: {tiny:,} tiny scales were met; they are exact here, kernels that flush denormals read zero")
     if done.resumed_shards == len(made.shards):

@@ -21,6 +21,7 @@ from . import draw
 
 if TYPE_CHECKING:
     from ..formats.checkpoint import Checkpoint
+    from ..formats.statistics import Statistics
     from ..quantize.plan import Plan
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a Kimi or GLM checkpoint.")]
@@ -41,6 +42,10 @@ Mtp = Annotated[
     MtpChoice | None,
     typer.Option(help="MTP layers: quantized by the rules, kept or dropped; else as the recipe says."),
 ]
+Stats = Annotated[
+    str | None,
+    typer.Option("--stats", metavar="STATS", help="Folder that `calibrate` left, for recipes that choose codes by it."),
+]
 ShardSize = Annotated[str, typer.Option(help="Largest size of an output shard, with a unit: 5GB, 4GiB.")]
 Artifact = Annotated[str, typer.Argument(metavar="ARTIFACT", help="Folder of a checkpoint, ours or anybody's.")]
 SharedFusion = Annotated[
@@ -58,13 +63,21 @@ def open_source(source: str) -> Checkpoint:
     return open_checkpoint(Path(source))
 
 
+def open_stats(folder: str | None) -> Statistics | None:
+    from ..formats.statistics import open_statistics
+
+    return open_statistics(Path(folder)) if folder is not None else None
+
+
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def planned(source: str, recipe: str, mtp: str | None, shard_size: str) -> Plan:
+def planned(source: str, recipe: str, mtp: str | None, shard_size: str, statistics: Statistics | None = None) -> Plan:
     from dataclasses import replace
 
+    from ..quantize.extras import NO_EXTRAS
+    from ..quantize.guide import check_statistics
     from ..quantize.plan import make_plan
     from ..recipes import load, names
 
@@ -74,9 +87,12 @@ def planned(source: str, recipe: str, mtp: str | None, shard_size: str) -> Plan:
     if mtp is not None:
         wanted = replace(wanted, mtp=str(mtp))
     gc.disable()  # a plan is a million small values without a cycle: the collector would double its time
-    made = make_plan(open_source(source), wanted, size_of(shard_size))
+    extras = replace(NO_EXTRAS, statistics=statistics.identity()) if statistics else NO_EXTRAS
+    made = make_plan(open_source(source), wanted, size_of(shard_size), extras)
     gc.freeze()
     gc.enable()
+    if statistics:
+        check_statistics(made, statistics)
     return made
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .units import Unit
 
+#: what a unit's codes come from in the end, as the manifest has it
+METHODS = ("gptq", "gptq-pool", "imatrix", "imatrix-pool", "singular", "data-free")
 #: second moments of a few tokens are noise: this many tokens' worth of the pool's, or of their mean, is mixed in
 PRIOR_TOKENS = 16
 #: of the mean: what a channel that never was active weighs. At zero its weights would be clipped at will

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..formats.checkpoint import Checkpoint
 from .account import account
 from .convert import Result
+from .guide import METHODS, guided, worker_bytes
 from .plan import Plan
 from .units import Unit
 
@@ -52,6 +53,7 @@ def plan_keys(plan: Plan) -> dict[str, Any]:
         "units": plan.actions(),
         "roles": [t._asdict() for t in transitions(plan)],
         "notes": list(plan.notes),
+        "worker_bytes": worker_bytes(plan),
         "digest": plan.digest,
     }
 
@@ -68,7 +70,20 @@ def result_keys(result: Result) -> dict[str, Any]:
         "backend": result.backend,
         "mean_relative_error": dict(result.errors),
         "scales": dict(result.manifest.scales),
+        "methods": methods(result.plan, result.manifest.units),
     }
+
+
+def methods(plan: Plan, units: Mapping[str, list[Any]]) -> dict[str, dict[str, int]]:
+    """Of the units that statistics guide: role -> what their codes come from in the end -> how many.
+
+    units: the manifest's.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for unit in filter(guided, plan.units()):
+        counts = found.setdefault(unit.role, dict.fromkeys(METHODS, 0))
+        counts[units[unit.module][4]] += 1
+    return {role: {name: count for name, count in counts.items() if count} for role, counts in found.items()}
 
 
 class Transition(NamedTuple):
