@@ -29,7 +29,7 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
-_NOT_TEXT = ("vision", "projector", "buffer")
+_NOT_TEXT = ("vision", "projector", "buffer", "attention.kv_scale")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -84,7 +84,7 @@ def text_config(model: Model) -> Any:
 
 
 def text_items(items: tuple[Item, ...]) -> list[Item]:
-    """Those that make up the language model: no MTP layer, no vision, no buffer that is computed anyhow."""
+    """Those that make up the language model: no MTP layer, vision, KV scale or buffer that is computed anyhow."""
     return [item for item in items if not item.spec.mtp and item.spec.role not in _NOT_TEXT]
 
 

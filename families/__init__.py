@@ -27,7 +27,7 @@ ROLES = frozenset(
     linear_attention.q linear_attention.k linear_attention.v linear_attention.b
     linear_attention.f_a linear_attention.f_b
     linear_attention.g linear_attention.g_a linear_attention.g_b linear_attention.o linear_attention.conv
-    linear_attention.decay linear_attention.norm norm residual.norm residual.proj embed lm_head
+    linear_attention.decay linear_attention.norm attention.kv_scale norm residual.norm residual.proj embed lm_head
     mtp.eh_proj mtp.norm mtp.embed mtp.head vision projector buffer
     """.split()
 )
@@ -42,7 +42,7 @@ class TensorSpec(NamedTuple):
     layer: decoder layer, or None outside of the layers.
     mtp: belongs to a multi-token-prediction layer.
     linear: a matrix that runtimes can hold quantized.
-    optional: may be absent (buffers; copies of the embedding in an MTP layer).
+    optional: may be absent (buffers; KV scales; copies of the embedding in an MTP layer).
     """
 
     name: str

@@ -21,8 +21,9 @@ LINEAR = frozenset(
     ["routed_expert", "shared_expert", "dense_mlp", "indexer.wq_b", "indexer.wk"]
     + [f"attention.{part}" for part in ("q", "q_a", "q_b", "kv_a", "kv_b", "k", "v", "o", "gate")]
 )
-#: roles that a checkpoint may leave out: runtimes compute the buffers and share the embedding with the MTP layer
-OPTIONAL = frozenset({"buffer", "mtp.embed", "mtp.head"})
+#: roles that a checkpoint may leave out: runtimes compute the buffers, share the embedding with the MTP layer, and take
+#: a missing KV scale for 1.0
+OPTIONAL = frozenset({"buffer", "mtp.embed", "mtp.head", "attention.kv_scale"})
 
 # Sizes beyond these are a damaged or hostile config; without a limit, deriving its tensors would not end.
 MAX_SIZE = 1 << 30

@@ -36,7 +36,8 @@ def _gqa(fields: Fields) -> list[Row]:
     rows.append(("self_attn.o_proj.weight", (hidden, queries), "attention.o"))
     if fields.flag("use_qk_norm"):
         rows += [(f"self_attn.{part}_norm.weight", (head,), "attention.norm") for part in "qk"]
-    return rows
+    # what vLLM reads for an FP8 cache, as compressed-tensors names it
+    return rows + [(f"self_attn.{part}_scale", (1,), "attention.kv_scale") for part in "kv"]
 
 
 def _indexer(fields: Fields) -> list[Row]:

@@ -86,17 +86,22 @@ def _module(name: str) -> str:
 def _item(spec: TensorSpec, module: str, found: Mapping[str, Part], checkpoint: Checkpoint) -> Item:
     if found.keys() == {spec.name.removeprefix(module)}:
         (part,) = found.values()
-        if (
-            part.dtype in PLAIN
-            and len(part.shape) == len(spec.shape)
-            and all(want in (-1, have) and have > 0 for want, have in zip(spec.shape, part.shape, strict=True))
-        ):
+        if part.dtype in PLAIN and _fits(part.shape, spec):
             return Item(spec, module, (part,), formats()[part.dtype.lower()])
     elif len(spec.shape) == 2 and "" not in found:
         parts = tuple(found[suffix] for suffix in _PARTS if suffix in found)
         if (storage := recognise(parts, spec.shape)) is not None:
             return Item(spec, module, parts, storage)
     raise CheckpointError(f"{_where(module, found, checkpoint)}: {_what_is_wrong(spec, found)}")
+
+
+def _fits(shape: Shape, spec: TensorSpec) -> bool:
+    """A KV scale is one number: vLLM takes it as [1] and without a dimension."""
+    if spec.role == "attention.kv_scale" and shape == ():
+        return True
+    return len(shape) == len(spec.shape) and all(
+        want in (-1, have) and have > 0 for want, have in zip(spec.shape, shape, strict=True)
+    )
 
 
 def _what_is_wrong(spec: TensorSpec, found: Mapping[str, Part]) -> str:

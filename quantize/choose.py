@@ -83,6 +83,8 @@ def _target(item: Item, rule: Rule, architecture: Architecture) -> Format:
         return formats()["bf16"]  # both runtimes decode it when they load, SGLang only from blocks
     if rule.format == "keep" or (rule.format == "fp8" and have.grid.kind == "e4m3"):
         return have
+    if spec.role == "attention.kv_scale" and rule.names(spec.role) != spec.role:
+        return have  # no rule for the attention's weights means it
     if rule.format == "bf16":
         return formats()["bf16"] if spec.linear or not have.plain or have.name == "f16" else have
     if not spec.linear:

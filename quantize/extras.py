@@ -22,12 +22,14 @@ class Extras:
         the model as it was trained.
     held: the folding that the source has already: what the job multiplies by is `folding` against `held`.
     kv_scales: name of a tensor that is added -> its value, a KV scale (stored = x / scale).
+    kv: which manifest of KV scales was given (see `kv.with_kv_scales`); where a runtime reads none, no tensor follows.
     """
 
     statistics: Mapping[str, Any] = field(default_factory=dict)
     folding: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     kv_scales: Mapping[str, float] = field(default_factory=dict)
+    kv: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As the manifest holds it: only what there is."""

@@ -22,11 +22,12 @@ class Unit(NamedTuple):
     """One matrix (or one plain tensor) and what becomes of it.
 
     action: "copied" (bytes), "folded" (copied, but for powers of two), "repacked" (the same numbers in another
-        container) or "quantized" (numbers chosen anew).
+        container), "quantized" (numbers chosen anew) or "added" (KV scales: they have no source).
     source: the stored parts, names are `module + suffix`. outputs: what is written, in the same order as `parts`.
     method, objective, power_of_two: how codes and scales are chosen where they are.
     lossless: the result must decode to the source's exact values, or the tensor is refused.
     scaling: powers of two by which the source is multiplied as it is read, whatever the action.
+    value: of what is added.
     """
 
     module: str
@@ -42,6 +43,7 @@ class Unit(NamedTuple):
     power_of_two: bool = False
     lossless: bool = False
     scaling: Scaling | None = None
+    value: float | None = None
 
     @property
     def kept(self) -> bool:

@@ -164,15 +164,19 @@ def survey(folder: Path) -> Survey:
 def survey_plan(plan: Plan) -> Survey:
     """The artifact that a plan would write, before anything is written."""
     config = json.loads(plan.config)
-    source, copied = plan.checkpoint, {}
+    source, copied, added = plan.checkpoint, {}, {}
     parts = []
     for unit in plan.units():
+        if unit.value is not None:
+            added[unit.module] = unit.value
         for old, output in zip(unit.source, unit.outputs, strict=False):
             if unit.action in ("copied", "repacked"):  # scales keep their values
                 copied[output.name] = unit.module + old.suffix
         parts += [(output.name, output.part) for output in unit.outputs]
 
     def number(name: str) -> float | None:
+        if name in added:
+            return added[name]
         stored = source.tensors.get(copied.get(name, ""))
         return read_number(source.folder, stored) if stored else None
 
@@ -195,7 +199,7 @@ def _survey(
     extra: dict[str, Part] = {}
     for name, part in tensors:
         stem, dot, last = name.rpartition(".")
-        if name in whole:
+        if name in whole and not KV_SCALE.match(name):
             modules.setdefault(name, []).append(Part("", part.dtype, part.shape))
         elif stem in expected and (last.startswith("weight") or not KV_SCALE.match(name)):
             modules.setdefault(stem, []).append(Part(dot + last, part.dtype, part.shape))

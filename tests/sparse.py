@@ -137,6 +137,8 @@ def _parts(spec: TensorSpec, about: dict[str, Any], in_f32: tuple[str, ...]) -> 
             yield Stored(name, dtype, (length,), spec)
     elif spec.role in ("mtp.embed", "mtp.head") and not about.get("mtp_copies"):
         return
+    elif spec.role == "attention.kv_scale":  # no release has any
+        return
     elif scheme == "fp8" and spec.linear:
         yield Stored(name, "F8_E4M3", shape, spec)
         yield Stored(f"{module}.weight_scale_inv", "F32", tuple(-(-size // 128) for size in shape), spec)

@@ -113,6 +113,7 @@ def test_the_wheel_holds_what_it_must(tmp_path: Path) -> None:
     )
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     python = {f"phasefold/{path.relative_to(ROOT).as_posix()}" for path in modules()}
+    schemas = {f"phasefold/formats/{path.name}" for path in (ROOT / "formats").glob("*.schema.json")}
     recipes = {f"phasefold/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
     kernels = {
         f"phasefold/quantize/kernels/{p.name}"
@@ -120,7 +121,11 @@ def test_the_wheel_holds_what_it_must(tmp_path: Path) -> None:
         if p.suffix in (".h", ".cpp")
     }
     assert (
-        python | recipes | kernels | {"phasefold/py.typed", "phasefold/cli/__init__.py", "phasefold/__main__.py"}
+        python
+        | recipes
+        | kernels
+        | schemas
+        | {"phasefold/py.typed", "phasefold/cli/__init__.py", "phasefold/__main__.py"}
         <= names
     )
     assert not [
