@@ -24,6 +24,7 @@ from ..formats.statistics import Statistics
 from . import kernels, output
 from .blocks import Buffers, StoredMatrix, row_blocks, scale_rows
 from .guide import Guide, check_statistics, guided
+from .kv import added_bytes
 from .origin import origins
 from .plan import Plan
 from .shard import Outcome, ShardWriter
@@ -176,6 +177,9 @@ def run_unit(
     guide: Guide | None = None,
 ) -> Outcome:
     """Work on one unit: read its rows block by block, choose or check, write. Raises CheckpointError on bad values."""
+    if unit.action == "added":
+        writer.write(added_bytes(unit), unit.outputs[0].offset)
+        return Outcome()
     source = StoredMatrix(reader, unit.module, unit.source, unit.source_format, unit.shape, unit.scaling)
     target_format = formats()[unit.target_format]
     target = kernels.Target(
@@ -313,6 +317,8 @@ def mean_errors(units: Iterable[Unit], recorded: Mapping[str, list[Any]]) -> dic
     """Role -> mean relative error of the units whose numbers were chosen anew or decoded."""
     sums: dict[str, list[float]] = {}
     for unit in units:
+        if unit.action == "added":
+            continue
         if unit.action == "quantized" or formats()[unit.target_format].plain != formats()[unit.source_format].plain:
             sums.setdefault(unit.role, []).append(recorded[unit.module][3])
     return {role: sum(errors) / len(errors) for role, errors in sums.items()}

@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..formats import Format, formats
 from ..formats.checkpoint import Checkpoint
 from ..recipes import Recipe
-from . import fold, guide
+from . import fold, guide, kv
 from .account import Account, Item, account, held_config
 from .choose import choose, make_unit
 from .declare import Module, check, launch_notes, quantization_config
@@ -74,7 +74,7 @@ class Plan:
     def actions(self) -> dict[str, int]:
         """Units by action."""
         counts = Counter(unit.action for unit in self.units())
-        return {key: counts[key] for key in ("copied", "repacked", "folded", "quantized")} | {
+        return {key: counts[key] for key in ("copied", "repacked", "folded", "quantized", "added")} | {
             "dropped": len(self.dropped)
         }
 
@@ -90,6 +90,7 @@ def make_plan(
     found = account(checkpoint)
     architecture = found.model.architecture
     choices, dropped = choose(found, recipe)
+    choices, old_scales = kv.replaced(choices, extras)
     modules = declared_modules((choice.item, choice.target) for choice in choices)
     scalings = fold.scalings(checkpoint, found, extras)
     units = [make_unit(choice, scalings.get(choice.item.module)) for choice in choices]
@@ -103,6 +104,7 @@ def make_plan(
         notes.append(f"config.json: num_nextn_predict_layers is set to 0, {why}")
     notes += fold.notes(extras)
     notes += guide.notes(checkpoint, recipe.name, units, extras.statistics)
+    notes += kv.notes(found.model, extras)
     before, after = checkpoint.total_size, sum(output.part.nbytes for unit in units for output in unit.outputs)
     if after > before:
         notes.append(f"the artifact is larger than its source: {after / 1e9:,.1f} GB from {before / 1e9:,.1f} GB")
@@ -110,6 +112,7 @@ def make_plan(
         notes.append(f"dropped: {len(dropped):,} tensors of the MTP layer")
     position = {name: number for number, name in enumerate(checkpoint.tensors)}
     units.sort(key=lambda unit: position[unit.module + unit.source[0].suffix])
+    units += kv.added(found, extras, declared=declared is not None)
     shards = lay_out(units, shard_bytes)
     return Plan(
         checkpoint,
@@ -117,7 +120,7 @@ def make_plan(
         architecture.name,
         found.model.family,
         shards,
-        dropped,
+        dropped | old_scales,
         config,
         shard_bytes,
         tuple(notes),

@@ -32,6 +32,7 @@ from .blocks import Buffers, StoredMatrix, row_blocks
 from .convert import mean_errors
 from .declare import check
 from .extras import from_json
+from .kv import added_bytes
 from .plan import Plan, declared_modules, make_plan
 from .shard import Outcome
 from .units import Unit
@@ -175,6 +176,8 @@ def _compare(
 
 def compare_unit(unit: Unit, theirs: Reader, ours: Reader, buffers: Buffers) -> Outcome | str:
     """Decode a unit on both sides: -> its error, or a line that says what differs."""
+    if unit.action == "added":
+        return _compare_added(unit, ours)
     before = StoredMatrix(theirs, unit.module, unit.source, unit.source_format, unit.shape, unit.scaling)
     parts = tuple(output.part for output in unit.outputs)
     after = StoredMatrix(ours, unit.module, parts, unit.target_format, unit.shape)
@@ -194,6 +197,14 @@ def compare_unit(unit: Unit, theirs: Reader, ours: Reader, buffers: Buffers) -> 
     before.check_shape_tensor(buffers)
     after.check_shape_tensor(buffers)
     return Outcome(error2, norm2)
+
+
+def _compare_added(unit: Unit, ours: Reader) -> Outcome | str:
+    """A tensor without a source holds the value of the plan, to the bit."""
+    expected = added_bytes(unit)
+    found = bytearray(len(expected))
+    ours.read(unit.module, 0, memoryview(found))
+    return Outcome() if found == expected else f"{unit.module}: added as {unit.value}, but its bytes say otherwise"
 
 
 def _judge(unit: Unit, error: float, recorded: Mapping[str, list[object]]) -> str | None:

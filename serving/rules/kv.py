@@ -44,7 +44,8 @@ def _heads(survey: Survey, at: Deployment) -> Iterator[Fact]:
     found = dict(_scales(survey))
     if found and at.runtime == "sglang":
         yield Fact(
-            next(iter(found)), "is not read by SGLang, whose scale stays 1.0; calibrate for scale 1.0 or delete it"
+            next(iter(found)),
+            "is not read by SGLang, whose scale stays 1.0; fold it into the weights (convert --fold) or delete it",
         )
         return
     layers = {int(layer[1]) for name in found if (layer := _LAYER.match(name))}

@@ -30,6 +30,7 @@ _IN_VAIN = {
     "mtp.embed": "the draft model borrows the target's",
     "mtp.head": "the draft model borrows the target's",
     "buffer": "computed by the runtime",
+    "attention.kv_scale": "not read by this class, the KV cache stays at scale 1.0",
 }
 
 

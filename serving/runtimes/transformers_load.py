@@ -44,14 +44,19 @@ def generate(folder: Path, prompt: str | None, tokens: int) -> dict[str, Any]:
         missing = [line.partition("|")[0].strip() for line in log.lines if "| MISSING |" in line]
         told = {"refused": refused, "gap": gap, "missing": missing, "log": log.lines}
         return {"version": transformers.__version__, **told}
-    mtp = {spec.layer for spec in identify(checkpoint.config).tensors() if spec.mtp}
+    specs = identify(checkpoint.config).tensors()
+    mtp = {spec.layer for spec in specs if spec.mtp}
+    scales = {spec.name for spec in specs if spec.role == "attention.kv_scale"}
     drafts = tuple(f"model.layers.{layer}." for layer in mtp)
     unexpected = sorted(info["unexpected_keys"])
     extra = [name for name in unexpected if not (drafts and name.removeprefix("language_model.").startswith(drafts))]
     missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
     notes, wrong = [], ""
-    if len(extra) < len(unexpected):
-        notes.append(f"transformers has no MTP layer: {len(unexpected) - len(extra)} of its tensors were left out")
+    extra, kv = [name for name in extra if name not in scales], [name for name in extra if name in scales]
+    if kv:
+        notes.append(f"transformers keeps no FP8 cache: {len(kv)} KV scales were left out")
+    if drafted := len(unexpected) - len(extra) - len(kv):
+        notes.append(f"transformers has no MTP layer: {drafted} of its tensors were left out")
     try:
         wrong = _wrong_blocks(checkpoint, model)
     except CheckpointError as error:  # FP8 without its scale, for one, is taken for numbers, and nothing is said of it
