@@ -21,6 +21,9 @@ class Extras:
     folding: layer -> cached part -> exponent; the part's values are multiplied by two to that power, as compared with
         the model as it was trained.
     held: the folding that the source has already: what the job multiplies by is `folding` against `held`.
+    folded_by: `KVScales.identity()` of the file whose scales were folded.
+    lowered: layer -> cached part -> [exponent that was asked for, tensor that cannot take it without loss], where
+        `folding` is less, or nothing.
     kv_scales: name of a tensor that is added -> its value, a KV scale (stored = x / scale).
     kv: which manifest of KV scales was given (see `kv.with_kv_scales`); where a runtime reads none, no tensor follows.
     """
@@ -28,6 +31,8 @@ class Extras:
     statistics: Mapping[str, Any] = field(default_factory=dict)
     folding: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    folded_by: Mapping[str, Any] = field(default_factory=dict)
+    lowered: Mapping[str, Mapping[str, list[Any]]] = field(default_factory=dict)
     kv_scales: Mapping[str, float] = field(default_factory=dict)
     kv: Mapping[str, Any] = field(default_factory=dict)
 

@@ -10,10 +10,10 @@ Which exponents a source can take depends on its weights alone, so all artifacts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, NamedTuple
 
-from ..errors import PlanError
+from ..errors import PlanError, VerifyError
 from ..families import Fold, Model, TensorSpec
 from ..formats.checkpoint import MANIFEST, Checkpoint, Reader
 from ..formats.manifest import Manifest, read_manifest
@@ -67,8 +67,13 @@ def _log2(scale: float, where: str) -> int:
 
 
 def held(checkpoint: Checkpoint) -> Folding:
-    """The folding that a checkpoint's manifest tells of; {} without one. Raises VerifyError where it cannot be read."""
-    return folding_of(read_manifest(checkpoint.folder)) if (checkpoint.folder / MANIFEST).exists() else {}
+    """The folding that a checkpoint's manifest tells of; {} without one. Raises PlanError where it cannot be read."""
+    if not (checkpoint.folder / MANIFEST).exists():
+        return {}
+    try:
+        return folding_of(read_manifest(checkpoint.folder))
+    except VerifyError as error:
+        raise PlanError(f"{error}: whether the source is folded cannot be told; get a good copy of it") from None
 
 
 def folding_of(manifest: Manifest) -> Folding:
@@ -166,29 +171,62 @@ def scalings(checkpoint: Checkpoint, found: Account, extras: Extras) -> dict[str
     }
 
 
+def settled(checkpoint: Checkpoint, wanted: Mapping[int, Mapping[str, int]]) -> Extras:
+    """What a job that folds takes: `settle`."""
+    folding, lowered = settle(checkpoint, wanted)
+    named: dict[str, dict[str, list[Any]]] = {}
+    for one in lowered:
+        named.setdefault(str(one.layer), {})[one.part] = [one.wanted, one.tensor]
+    return Extras(folding=folding, lowered=named)
+
+
 def carried(checkpoint: Checkpoint) -> Extras:
     """What a job that folds nothing takes from its source: the folding that it has."""
     folding = held(checkpoint)
     return Extras(folding=folding, held=folding)
 
 
-def notes(extras: Extras) -> list[str]:
+def notes(checkpoint: Checkpoint, extras: Extras) -> list[str]:
     """What whoever serves the artifact must know of its folding."""
     if extras.held and not extras.folding:
         return [f"unfolded: {_ranges(extras.held)} undone; pair it with artifacts that are not folded"]
-    if not extras.folding:
-        return []
-    kept = ", as its source was" if extras.held == extras.folding else ""
-    return [f"folded{kept}: {_ranges(extras.folding)}; serve the KV cache at scale 1.0, beside a pool folded alike"]
+    kept = ", as its source was" if extras.held else ""
+    found = [f"folded{kept}: {_ranges(extras.folding)}; serve the KV cache at scale 1.0, beside a pool folded alike"]
+    found = found * bool(extras.folding) + [_less(extras, part) for part in _parts(extras.lowered)]
+    if extras.folded_by and not found:
+        found = ["nothing is folded: every scale in the file is 1.0"]
+    if extras.folded_by and extras.folded_by["source"]["digest"] != checkpoint.digest:
+        name = extras.folded_by["source"]["name"]
+        found.append(f"the scales that were folded come from {name}: exact here, too, and as good if it is one model")
+    return found
+
+
+def _less(extras: Extras, part: str) -> str:
+    """What could not be had of the folds of one part."""
+    layers = [layer for layer, parts in extras.lowered.items() if part in parts]
+    nothing = sum(part not in extras.folding.get(layer, {}) for layer in layers)
+    asked, tensor = extras.lowered[layers[0]][part]
+    exponent = extras.folding.get(layers[0], {}).get(part, 0)
+    first = f"2^{exponent} for 2^{asked}" if exponent else f"2^{asked} not at all"
+    return (
+        f"{part} is folded less than asked in {_many(layers)}, not at all in {nothing} of them: more would lose bits "
+        f"in the form in which the source is stored (the first: layer {layers[0]}, {first}, of {tensor})"
+    )
+
+
+def _many(layers: Sized) -> str:
+    return f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"
+
+
+def _parts(layers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return sorted({part for parts in layers.values() for part in parts})
 
 
 def _ranges(folding: Folding) -> str:
-    """ "kv_c by 2^2 to 2^5 in 4 layers, ..."."""
-    parts = sorted({part for layer in folding.values() for part in layer})
-    found = {part: [layer[part] for layer in folding.values() if part in layer] for part in parts}
+    """For the eye, e.g. "kv_c by 2^2 to 2^5 in 4 layers"."""
+    found = {part: [layer[part] for layer in folding.values() if part in layer] for part in _parts(folding)}
     return ", ".join(
-        f"{part} by 2^{min(e)}{f' to 2^{max(e)}' if min(e) < max(e) else ''} in {len(e)} layer{'s' * (len(e) > 1)}"
-        for part, e in found.items()
+        f"{part} by 2^{min(e)}{f' to 2^{max(e)}' if min(e) < max(e) else ''} in {_many(e)}" for part, e in found.items()
     )
 
 

@@ -33,8 +33,7 @@ def run(source: Path, out: Path, recipe: str | Recipe = "keep", extras: Extras =
 
 def folded(source: Path, out: Path, asked: dict[int, dict[str, int]], recipe: str | Recipe = "keep") -> Extras:
     """An artifact folded as far as the source allows; -> what was settled."""
-    folding, _ = fold.settle(open_checkpoint(source), asked)
-    extras = Extras(folding=folding)
+    extras = fold.settled(open_checkpoint(source), asked)
     run(source, out, recipe, extras)
     return extras
 

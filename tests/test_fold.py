@@ -1,5 +1,6 @@
 """Folding is exact: transformers computes the same bits before and after, from every form that a source may have."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import variants
 from folds import folded, parts_of, run, unfolded, wanted
 from test_convert import KINDS, same
 
-from phasefold.errors import CheckpointError, PlanError, VerifyError
+from phasefold.errors import CheckpointError, PlanError
 from phasefold.formats.checkpoint import MANIFEST, open_checkpoint
 from phasefold.formats.manifest import read_manifest
 from phasefold.quantize import fold
@@ -187,6 +188,16 @@ def test_what_would_lose_bits_is_lowered_and_named(source, tmp_path: Path) -> No
     )
     folding, lowered = fold.settle(open_checkpoint(scale), {1: {"kv_c": 4}})
     assert folding == {"1": {"kv_c": 1}} and lowered[0].tensor == name
+    # what came of it stands in the manifest, of a conversion from either
+    for source_folder, out in ((denormal, tmp_path / "a"), (none, tmp_path / "b")):
+        extras = folded(source_folder, out, {1: {"kv_c": 4}, 2: {"kv_c": 4}})
+        manifest = read_manifest(out)
+        assert manifest.extras == {"folding": extras.folding, "lowered": {"1": {"kv_c": [4, name]}}}
+        assert verify(out, source_folder).problems == []
+        less = "2^1 for 2^4" if out.name == "a" else "2^4 not at all"
+        (note,) = (note for note in manifest.notes if "less than asked" in note)
+        assert f"in 1 layer, not at all in {int(out.name == 'b')} of them" in note
+        assert f"(the first: layer 1, {less}, of {name})" in note
     # a fold that was never settled is refused while it is carried out, and nothing looks whole
     with pytest.raises(CheckpointError, match=r"kv_b_proj.weight: cannot be folded without loss: .* times 2\^-4"):
         run(denormal, tmp_path / "out", extras=Extras(folding={"1": {"kv_c": 4}}))
@@ -249,7 +260,7 @@ def test_a_folding_is_carried_on_and_never_doubled(source, tmp_path: Path) -> No
         fold.check_unfold(open_checkpoint(folder))
     path = out / MANIFEST
     path.write_text(path.read_text().replace('"folding"', '"bolding"'))
-    with pytest.raises(VerifyError, match="altered"):
+    with pytest.raises(PlanError, match=r"altered: .* whether the source is folded cannot be told"):
         make_plan(open_checkpoint(out), load("keep"))
 
 
@@ -316,6 +327,13 @@ def test_what_cannot_be_folded_is_refused_by_name(source, tmp_path: Path) -> Non
             fold.exponents({2: {"kv_c": scale}})
     assert fold.exponents({0: {"kv_c": 0.25, "k_pe": 1.0}, 1: {"v": 8.0}}) == {0: {"kv_c": 2}, 1: {"v": -3}}
     assert fold.settle(checkpoint, {0: {"kv_c": 0}}) == ({}, [])
+    random = json.loads((variants.EXAMPLES / "tiny-kimi" / "config.json").read_text())
+    linear = random | {"model_type": "kimi_linear", "q_lora_rank": None, "num_experts": 8, "num_shared_experts": 1,
+                       "linear_attn_config": {"num_heads": 4, "head_dim": 64, "short_conv_kernel_size": 4,
+                                              "kda_layers": [1, 2, 3], "full_attn_layers": [4]}}  # fmt: skip
+    folder = variants.save(tmp_path / "linear", variants.random_from(linear), linear)
+    with pytest.raises(CheckpointError, match="kimi_linear: folding is not known to be exact for this model"):
+        fold.settle(open_checkpoint(folder), {3: {"kv_c": 1}})
     assert make_plan(checkpoint, load("keep"), extras=NO_EXTRAS).actions()["folded"] == 0
     custom = parse({"families": ["kimi"], "rule": [{"roles": ["*"], "format": "keep"}]}, "mine", "mine")
     assert make_plan(checkpoint, custom, extras=Extras(folding={"0": {"kv_c": 1}})).actions()["folded"] == 2
