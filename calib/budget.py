@@ -10,11 +10,13 @@ import math
 from typing import NamedTuple
 
 from ..errors import PlanError
-from ..formats.statistics import input_of, pool_of
+from ..formats.statistics import BINS, input_of
 from .model import Source
 from .observe import HELDOUT_ROWS, ROUTED
 
 _F32 = 4
+_NAMES = 300  # bytes a matrix takes in a header
+_CACHE = 3 * (BINS * 8 + (1 << 18))  # three parts, of at most 65,536 channels
 
 
 class Need(NamedTuple):
@@ -28,33 +30,52 @@ class Need(NamedTuple):
     stored: int
 
 
-def layer_need(source: Source, layer: int, width: int, workspace: int, hessians: frozenset[str]) -> Need:
+class Counts(NamedTuple):
+    """Tokens of a job: those that sums are over, those that are held out, and how often one counts for an expert.
+
+    visits: experts that a token is routed to; all of them where every expert is to see every token.
+    """
+
+    training: int
+    heldout: int
+    visits: int
+
+
+def layer_need(
+    source: Source, layer: int, width: int, workspace: int, hessians: frozenset[str], counts: Counts
+) -> Need:
     """width: bytes of a weight in the forward pass. workspace: what the pass of a batch takes besides the weights."""
     fixed = routed = largest = stored = 0
-    square = {"fixed": 0, "routed": 0, "expert": 0, "pool": 0}  # bytes of Hessians
+    square = {"fixed": 0, "routed": 0, "one": 0}  # bytes of Hessians
+    experts = source.experts(layer)
     for item in source.layers[layer]:
         size = math.prod(item.shape)
         largest = max(largest, size * _F32 + item.nbytes)
-        if item.spec.role == ROUTED:
-            routed += size * width
-        else:
-            fixed += size * width
-        if item.spec.linear:
-            columns = item.shape[1]
-            stored += columns * _F32 + 256
-            if item.spec.role in hessians and input_of(item.module) == item.module:
-                hessian = columns * columns * _F32
-                stored += hessian + HELDOUT_ROWS * columns * _F32
-                square["routed" if item.spec.role == ROUTED else "fixed"] += hessian
-                if pool_of(item.module) and ".experts.0." in f".{item.module}.":
-                    square["expert"] += hessian
-                    square["pool"] += hessian
-    common = fixed + square["fixed"] + square["pool"] + workspace + largest
-    experts = source.experts(layer)
+        mine = item.spec.role == ROUTED
+        routed, fixed = routed + size * width * mine, fixed + size * width * (not mine)
+        if not item.spec.linear:
+            continue
+        columns = item.shape[1]
+        stored += columns * _F32 + _NAMES
+        if item.spec.role not in hessians or input_of(item.module) != item.module:
+            continue
+        hessian = columns * columns * _F32
+        if not mine:
+            square["fixed"] += hessian
+            stored += hessian + min(HELDOUT_ROWS, counts.heldout) * columns * _F32
+            continue
+        square["routed"] += hessian
+        if experts and item in experts.items[0]:  # what follows is of all experts together
+            many = len(experts.items)
+            square["one"] += hessian
+            own = min(many, 4 * counts.training * counts.visits // columns)  # that can have tokens enough
+            stored += hessian * (1 + own)
+            stored += min((many + 1) * HELDOUT_ROWS, 2 * counts.heldout * counts.visits) * columns * _F32
+    common = fixed + square["fixed"] + square["one"] + workspace + largest  # one: the pool's
     if experts is None:
-        return Need(common, None, stored)
+        return Need(common, None, stored + _CACHE)
     one = routed // len(experts.items)
-    return Need(common + routed + square["routed"], common + one + square["expert"], stored + 2 * square["pool"])
+    return Need(common + routed + square["routed"], common + one + square["one"], stored + _CACHE)
 
 
 def workspace_bytes(source: Source, batch: int, length: int) -> int:

@@ -123,7 +123,7 @@ class Apart:
         all_experts: bool,
         advance: Callable[[], None],
     ) -> torch.Tensor:
-        """Every expert on its tokens -> training tokens of each, I64. training: how many tokens those are, the first."""
+        """Every expert on its tokens -> training tokens of each, I64. training: how many of all, the first ones."""
         source, device = self.forward.source, self.forward.device
         counts = torch.zeros(len(held.items), dtype=torch.int64)
         for expert in range(len(held.items)):
@@ -136,7 +136,9 @@ class Apart:
             counts[expert] = int((tokens < training).sum())
             for heldout in (False, True):
                 observer.heldout, observer.paused = heldout, all_experts
-                mine = (tokens >= training) == heldout
+                mine = ((tokens >= training) == heldout).nonzero().flatten()
+                if heldout:  # the first rows are kept: let them be those that a pass of whole batches meets first
+                    mine = mine[torch.argsort((tokens[mine] - training) // piece, stable=True)]
                 self._add(expert, tokens[mine], places[mine], piece)
                 observer.paused = False
                 if all_experts:

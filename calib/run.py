@@ -18,7 +18,7 @@ from .. import __version__
 from ..errors import CheckpointError, LoadError, PhasefoldError
 from ..formats.statistics import VERSION
 from ..quantize.output import check_place, check_space
-from .budget import Need, choose, layer_need, workspace_bytes
+from .budget import Counts, Need, choose, layer_need, workspace_bytes
 from .cached import ObservedCache
 from .experts import Apart, Gathered, watch_routing
 from .forward import ATTENTION, Forward
@@ -91,9 +91,11 @@ class Job:
         self.tokens, self.training = self.blocks.numel(), int((~held).sum()) * self.length
         width = self.dtype.itemsize
         roles = frozenset(options.hessians)
+        visits = source.config.n_routed_experts if options.all_experts else source.config.num_experts_per_tok
+        counts = Counts(self.training, self.tokens - self.training, visits)
         workspace = workspace_bytes(source, options.batch, self.length)
         self.needs: list[Need] = [
-            layer_need(source, layer, width, workspace, roles) for layer in range(len(source.layers))
+            layer_need(source, layer, width, workspace, roles, counts) for layer in range(len(source.layers))
         ]
         self.whole = choose(self.needs, options.memory)
         self._line = source.config.hidden_size * width

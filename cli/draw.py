@@ -215,6 +215,66 @@ def _minute_lines(what: str, total: int) -> Callable[[int], None]:
     return advance
 
 
+@contextmanager
+def passes(what: str, layers: int, tokens: int, *, quiet: bool) -> Iterator[Callable[[float], None] | None]:
+    """A bar with layers, tokens/s through the whole model and time left on stderr; no terminal: a line a minute.
+
+    What is yielded is told of tokens, each once a layer; its first call says what was done before.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    told = Passes(what, layers, tokens)
+    if quiet:
+        yield None
+    elif not console.is_terminal:
+        yield told.advance_in_lines
+    else:
+        columns = (TextColumn(what), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=layers * tokens)
+
+            def advance(count: float) -> None:
+                told.advance(count)
+                bar.update(task, completed=told.done, description=told.words())
+
+            yield advance
+
+
+class Passes:
+    """How far forward passes have come. done: tokens, each once a layer."""
+
+    def __init__(self, what: str, layers: int, tokens: int) -> None:
+        self.what, self.layers, self.tokens = what, layers, tokens
+        self.done, self.before = 0.0, 0.0
+        self.begun = self.last = 0.0
+
+    def advance(self, count: float) -> bool:
+        """Count; whether a minute has gone by since this was last true."""
+        now = time.monotonic()
+        self.done += count
+        if not self.begun:
+            self.begun, self.last, self.before = now, now, count
+        due = now - self.last >= 60
+        self.last = now if due else self.last
+        return due
+
+    def rate(self) -> float:
+        """Tokens a second through the whole model."""
+        return (self.done - self.before) / max(time.monotonic() - self.begun, 1e-9) / self.layers
+
+    def words(self) -> str:
+        """Layers and tokens/s."""
+        return f"layer {min(int(self.done / self.tokens) + 1, self.layers)}/{self.layers}, {self.rate():,.0f} tokens/s"
+
+    def advance_in_lines(self, count: float) -> None:
+        """Count, and print a line a minute."""
+        if self.advance(count):
+            left = (self.layers * self.tokens - self.done) / self.layers / max(self.rate(), 1e-9) / 60
+            print(f"{self.what}: {self.words()}, {left:.0f} min left", file=sys.stderr)
+
+
 def say(text: str) -> None:
     """Print one line that may hold names of files and tensors."""
     print(clean(text))

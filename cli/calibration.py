@@ -1,0 +1,169 @@
+"""The verbs about calibration: forward passes over text, and what follows from their statistics."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import UsageError
+from . import draw
+from .options import Json, Source, ends_cleanly, open_source, print_json, size_of
+
+if TYPE_CHECKING:
+    from ..calib.model import Source as Opened
+
+
+class Dtype(StrEnum):
+    """In which the forward pass runs."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+def calibrate(
+    source: Source,
+    text: Annotated[str, typer.Option(help="A .txt, .jsonl or .json file, or a folder of those.")],
+    out: Annotated[str, typer.Option(metavar="STATS", help="Folder to write the statistics into.")],
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the text to take at most.")] = 262_144,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence; 2048, or the model's maximum, if not given.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences in a pass; about 2048 tokens' worth if not given.")
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(help="Beyond this a layer's experts are read one by one, and hidden states go to disk.")
+    ] = "16GB",
+    dtype: Annotated[Dtype, typer.Option(help="In which the forward pass runs.")] = Dtype.bfloat16,
+    device: Annotated[str, typer.Option(help="As torch names it; auto: a GPU if there is one, else the CPU.")] = "auto",
+    hessians: Annotated[
+        str,
+        typer.Option(
+            help="Roles, with commas between, whose Hessians are kept for GPTQ: 4 x in x in bytes a matrix on the "
+            "disk (an expert of GLM-5: 168 MB, a layer of them: 43 GB)."
+        ),
+    ] = "",
+    all_experts: Annotated[
+        bool, typer.Option("--all-experts", help="Every token counts for every expert; the output stays as routed.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the tokenizer that the checkpoint brings as code.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run text through a model layer by layer; keep what its matrices, experts and caches see.
+
+    Given again after an interruption, the same command goes on at the layer where it stopped.
+    """
+    with ends_cleanly("interrupted; finished layers are kept, give the same command again to go on"):
+        limit = size_of(memory)
+        checkpoint = open_source(source)
+        from ..calib.model import Source as Opened
+        from ..calib.model import check_device
+        from ..calib.run import Job, Options
+        from ..calib.run import calibrate as carry_out
+        from ..calib.summary import summary
+        from ..calib.text import load_tokenizer, read_text
+        from ..formats.statistics import open_statistics
+        from ..quantize.convert import peak_rss
+
+        opened = Opened(checkpoint)
+        place = _device(device)
+        check_device(place)
+        blocks = _length(opened, length)
+        roles = _roles(opened, hessians)
+        tokenizer = load_tokenizer(checkpoint.folder, trust_remote_code=trust_remote_code)
+        taken = read_text(Path(text), tokenizer, opened.config.vocab_size, blocks, tokens)
+        options = Options(str(dtype), place, batch or max(1, 2048 // blocks), limit, all_experts, roles)
+        job = Job(opened, taken, options)
+        if not as_json:
+            _begin(source, out, job)
+        begun, layers = time.monotonic(), len(opened.layers)
+        with draw.passes("calibrating", layers, job.tokens, quiet=as_json) as advance:
+            done = carry_out(job, Path(out), advance)
+        took = time.monotonic() - begun
+    found = open_statistics(Path(out))
+    told = summary(found) | {
+        "heldout_tokens": job.tokens - job.training,
+        "sequences": job.sequences,
+        "length": job.length,
+        "left_over_tokens": taken.left_over,
+        "empty_documents": taken.empty,
+        "layers_one_by_one": done.one_by_one,
+        "resumed_layers": done.resumed,
+        "digest": found.digest,
+        "wall_seconds": round(took, 3),
+        "peak_rss_bytes": peak_rss(),
+    }
+    if as_json:
+        print_json(told)
+    else:
+        _end(out, told, layers)
+
+
+def _device(name: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _length(source: Opened, wanted: int | None) -> int:
+    most = int(source.config.max_position_embeddings)
+    if wanted is not None and wanted > most:
+        raise UsageError(f"--length {wanted:,}: this model's longest sequence is {most:,} (max_position_embeddings)")
+    return wanted or min(2048, most)
+
+
+def _roles(source: Opened, wanted: str) -> tuple[str, ...]:
+    """The roles of --hessians; UsageError where the model has no matrix of one."""
+    known = sorted({item.spec.role for layer in source.layers for item in layer if item.spec.linear})
+    roles = tuple(sorted({role.strip() for role in wanted.split(",") if role.strip()}))
+    for role in roles:
+        if role not in known:
+            raise UsageError(f"--hessians {role}: this model has no matrices of that role; it has {', '.join(known)}")
+    return roles
+
+
+def _begin(source: str, out: str, job: Any) -> None:
+    """What will be run, and what it takes."""
+    text, options = job.text, job.options
+    left = [f"{_many(text.left_over, 'token')} behind the last whole sequence left out"] if text.left_over else []
+    left += [f"{_many(text.empty, 'empty document')} passed over"] if text.empty else []
+    draw.say(
+        f"{source} -> {out}: {job.tokens:,} tokens in {job.sequences:,} sequences of {job.length:,}, of "
+        f"{_many(text.documents, 'document')}; {job.tokens - job.training:,} of them are held out"
+    )
+    for note in left:
+        draw.say(f"note: {note}")
+    apart = job.whole.count(False)
+    ways = f"{apart} of {len(job.whole)} layers expert by expert" if apart else "each layer whole"
+    draw.say(f"{options.dtype} on {options.device}, {ways}, needs {draw.size(job.disk)} of disk at most")
+
+
+def _many(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def _end(out: str, told: dict[str, Any], layers: int) -> None:
+    """What was found."""
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for layer in told["kv"]:
+        for name, part in layer["parts"].items():
+            parts.setdefault(name, []).append(part)
+    rows = []
+    for name, found in parts.items():
+        most = [f"{max(part[key] for part in found):.4g}" for key in ("amax", "p99_99", "p99_9")]
+        rows.append([name, str(len(found)), *most, f"{min(part['amax'] for part in found):.4g}"])
+    draw.table(["cache", "layers", "amax", "p99.99", "p99.9", "least amax"], rows, "lrrrrr")
+    seen = told["experts_seen"]
+    print(
+        f"tokens of an expert: {seen['min']:,} to {seen['max']:,}, median {seen['median']:,.0f}; {seen['unseen']:,} "
+        "got none"
+    )
+    before = f", {told['resumed_layers']} of {layers} layers were done before" if told["resumed_layers"] else ""
+    took = f"{told['wall_seconds']:.1f} s, peak memory {draw.size(told['peak_rss_bytes'])}"
+    draw.say(f"{out}: {told['tokens']:,} tokens, {layers} layers in {took}{before}")

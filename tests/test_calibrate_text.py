@@ -1,0 +1,145 @@
+"""Calibration text: what is read, how it becomes blocks, and a sentence for whatever cannot be used."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import variants
+from tokenizers import Tokenizer
+
+from phasefold.calib.text import Text, load_tokenizer, read_text
+from phasefold.errors import TextError
+
+TINY = variants.EXAMPLES / "tiny-kimi"
+WORDS = "Return a new array of the given shape and type, without initializing entries. " * 8
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+
+def ids(text: str) -> list[int]:
+    """Tokens by the tokenizers library alone."""
+    return Tokenizer.from_file(str(TINY / "tokenizer.json")).encode(text).ids
+
+
+def read(path: Path, length: int = 16, limit: int = 100_000, tokenizer: Any = None, vocabulary: int = 1024) -> Text:
+    return read_text(path, tokenizer or load_tokenizer(TINY), vocabulary, length, limit)
+
+
+def write(path: Path, content: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def test_documents_follow_each_other_in_whole_blocks(tmp_path: Path) -> None:
+    write(tmp_path / "b" / "10.txt", WORDS)
+    write(tmp_path / "b" / "2.jsonl", '{"text": "First row."}\n\n{"text": "Zweite Zeile, größer."}\n{"text": " "}\n')
+    write(
+        tmp_path / "b" / "3.json",
+        json.dumps([{"question": "Why?", "answer": "Therefore."}, {"prompt": "A", "completion": "B"}]),
+    )
+    write(tmp_path / "b" / ".hidden.txt", "never")
+    write(tmp_path / "b" / "dataset_info.json", "{}")
+    write(tmp_path / "b" / "train.parquet", "PAR1")
+    found = read(tmp_path / "b")
+    documents = ("First row.", "Zweite Zeile, größer.", "Why?\nTherefore.", "A\nB", WORDS)
+    expected = [token for document in documents for token in ids(document)]
+    count = len(expected) // 16
+    assert found.blocks.dtype == torch.int32
+    assert found.blocks.flatten().tolist() == expected[: count * 16] and found.blocks.shape == (count, 16)
+    assert (found.files, found.documents, found.empty, found.left_over) == (3, 5, 1, len(expected) - count * 16)
+
+
+def test_a_limit_ends_the_reading(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", WORDS * 50)
+    write(tmp_path / "b.txt", WORDS)
+    found = read(tmp_path, limit=100)
+    assert found.blocks.flatten().tolist() == ids(WORDS * 50)[:96]
+    assert (found.files, found.documents, found.left_over) == (1, 1, 4)
+    assert found.digest == read(tmp_path / "a.txt", limit=100).digest != read(tmp_path / "a.txt", limit=128).digest
+
+
+def test_chat_goes_through_the_models_own_template(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(TINY, tmp_path / "model"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    rows = [{"messages": [{"role": "user", "content": WORDS}, {"role": "assistant", "content": "Yes."}]}]
+    path = write(tmp_path / "chat.jsonl", "\n".join(map(json.dumps, rows)))
+    found = read(path, tokenizer=load_tokenizer(folder))
+    expected = ids(f"<user>{WORDS}<assistant>Yes.")
+    assert found.blocks.flatten().tolist() == expected[: found.blocks.numel()] and found.documents == 1
+    with pytest.raises(TextError, match=r"chat\.jsonl: line 1: chat messages, but the checkpoint has no chat template"):
+        read(path)
+    broken = TEMPLATE + "{{ raise_exception('no such role') }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": broken}))
+    with pytest.raises(TextError, match=r"line 1: the chat template does not take these messages \(no such role\)"):
+        read(path, tokenizer=load_tokenizer(folder))
+
+
+@pytest.mark.parametrize(
+    "name,content,sentence",
+    [
+        ("a.txt", "Too short.", r"a\.txt: \d tokens, less than one block of 16: give more text, or a shorter --length"),
+        ("a.txt", "", r"a\.txt: is empty"),
+        ("a.txt", " \n ", r"a\.txt: is empty"),
+        ("a.jsonl", "", r"a\.jsonl: is empty"),
+        ("a.jsonl", '{"text": "a"}\n{"text"', r"a\.jsonl: line 2: not valid JSON"),
+        ("a.jsonl", '["a"]', r"line 1: expected an object with `text` or `messages`, found list"),
+        ("a.jsonl", '{"body": "a", "n": 1}', r"line 1: has body, n; expected text, messages, or prompt and completion"),
+        ("a.jsonl", '{"messages": []}', r"line 1: has messages; expected text, messages"),
+        ("a.json", '{"text": "a"}', r"a\.json: expected a list of objects, found dict"),
+        ("a.parquet", "PAR1", r"a\.parquet: is no \.txt, \.jsonl, \.json file; others \(parquet, arrow\) are not read"),
+        ("data/train.arrow", "x", r"data: no \.txt, \.jsonl, \.json file in it \(found \.arrow\)"),
+        ("data/", "", r"data: no \.txt.* file in it \(found nothing\)"),
+    ],
+)  # fmt: skip
+def test_each_has_its_sentence(tmp_path: Path, name: str, content: str, sentence: str) -> None:
+    if name.endswith("/"):
+        (tmp_path / name).mkdir()
+    else:
+        write(tmp_path / name, content)
+    with pytest.raises(TextError, match=sentence):
+        read(tmp_path / name.split("/")[0])
+
+
+def test_other_encodings_missing_files_and_small_limits(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"gr\xf6sser " * 100)
+    with pytest.raises(TextError, match=r"latin\.txt: not UTF-8, at byte 2; convert it first"):
+        read(tmp_path / "latin.txt")
+    with pytest.raises(TextError, match="no such file or folder"):
+        read(tmp_path / "nowhere")
+    with pytest.raises(TextError, match=r"10 tokens, less than one block of 16: --tokens asks for no more"):
+        read(write(tmp_path / "a.txt", WORDS), limit=10)
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbf" + WORDS.encode())
+    assert read(tmp_path / "bom.txt").blocks[0].tolist() == ids(WORDS)[:16]
+
+
+def test_tokens_outside_the_vocabulary(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", WORDS)
+    with pytest.raises(
+        TextError, match=r"a\.txt: the tokenizer gives token \d+, the model has 300: it is not this mod"
+    ):
+        read(path, vocabulary=300)
+
+
+def test_tokenizers_that_are_not_there_or_not_to_be_run(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    with pytest.raises(TextError, match="none: has no tokenizer"):
+        load_tokenizer(tmp_path / "none")
+    code = tmp_path / "code"
+    code.mkdir()
+    write(code / "tokenizer_config.json", json.dumps({"auto_map": {"AutoTokenizer": ["tokenization_kimi.Kimi", None]}}))
+    write(code / "tiktoken.model", "x")
+    write(code / "config.json", json.dumps({"model_type": "deepseek_v3"}))
+    write(code / "tokenization_kimi.py", "raise SystemError('it was run')")
+    with pytest.raises(TextError, match=r"its tokenizer is code, which is not run: .*--trust-remote-code"):
+        load_tokenizer(code)
+    with pytest.raises(TextError, match=r"cannot be loaded \(SystemError: it was run\)"):
+        load_tokenizer(code, trust_remote_code=True)
+    shutil.copyfile(TINY / "tokenizer.json", code / "tokenizer.json")  # data: no code is asked for
+    assert load_tokenizer(code)("Return")["input_ids"] == ids("Return")
+    write(code / "tokenizer.json", "{}")
+    with pytest.raises(TextError, match="its tokenizer cannot be loaded"):
+        load_tokenizer(code)
