@@ -45,6 +45,8 @@ def test_plan_convert_verify(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     planned = run_json("plan", TINY, "--recipe", "glm-decode-int4")
     assert planned["units"] == {"copied": 65, "repacked": 0, "folded": 0, "quantized": 144, "added": 0, "dropped": 0}
+    said = run("plan", TINY, "--recipe", "glm-decode-int4").stdout
+    assert f" tensors in {planned['shards']} shard\n" in said and " bytes (6." in said and " MiB), " in said
     assert {"output_bytes", "tensors", "shards", "digest"} <= planned.keys()
     made = run_json("convert", TINY, out, "--recipe", "glm-decode-int4", "--workers", "2", "--device", "cpu")
     assert {key: made[key] for key in planned if key != "roles"} == {k: v for k, v in planned.items() if k != "roles"}
