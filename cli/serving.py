@@ -72,8 +72,10 @@ def check(
     note = draw.limits(
         limits, "whole on each rank" if whole else f"spread with EP {ep}" if ep > 1 else "cut over the ranks"
     )
-    if any(finding.rule not in CUT and finding.severity != "warning" for finding in findings):
-        note = f"apart from that, which no other TP mends: {note}"
+    uncut = [finding.rule for finding in findings if finding.rule not in CUT and finding.severity != "warning"]
+    if uncut:  # which no other number of ranks mends
+        rules = list(dict.fromkeys(uncut))
+        note = f"once {' and '.join(rules)} {'is' if len(rules) == 1 else 'are'} mended: {note}"
     told(artifact, findings, as_json, {"largest_tp": limits}, note=note)
 
 
