@@ -13,7 +13,7 @@ import typer
 from .. import __version__
 from ..errors import PhasefoldError, UsageError
 from .artifacts import convert, inspect, plan, recipes, verify
-from .calibration import calibrate
+from .calibration import calibrate, kv
 from .load import load
 from .options import fail
 from .serving import check, launch, pair
@@ -29,7 +29,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-for verb in (inspect, recipes, plan, convert, verify, calibrate, check, load, pair, launch):
+for verb in (inspect, recipes, plan, convert, verify, calibrate, kv, check, load, pair, launch):
     app.command()(verb)
 
 

@@ -105,6 +105,32 @@ def calibrate(
         _end(out, told, layers)
 
 
+def kv(
+    stats: Annotated[str, typer.Argument(metavar="STATS", help="Folder that `calibrate` left.")],
+    out: Annotated[str, typer.Option(metavar="FILE", help="File to write, kv_scales.json say.")],
+    headroom: Annotated[
+        float,
+        typer.Option(min=1, max=64, help="How many times the largest value seen a scale has room for; it is free."),
+    ] = 2.0,
+    as_json: Json = False,
+) -> None:
+    """The KV-scale manifest: what scale each layer's FP8 cache needs, and which runtime may be given it."""
+    from ..calib.kv import kv_scales
+    from ..formats.statistics import open_statistics
+    from ..quantize.output import atomic_write, writing
+
+    if Path(out).is_dir():
+        raise UsageError(f"--out {out}: is a folder; give the name of a file, {Path(out) / 'kv_scales.json'} say")
+    made = kv_scales(open_statistics(Path(stats)), headroom)
+    with writing(Path(out)):
+        atomic_write(Path(out), made.to_bytes())
+    if as_json:
+        print_json(made.to_json())
+    else:
+        draw.kv(made)
+        draw.say(f"{out}: scales of {len(made.layers):,} layers, {made.tokens:,} tokens, headroom {made.headroom:g}")
+
+
 def _device(name: str) -> str:
     import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..formats.kv_scales import KVScales
     from ..quantize.convert import Result
     from ..quantize.plan import Plan
     from ..serving.deployment import Finding
@@ -157,6 +159,40 @@ def served(result: Mapping[str, Any], prompts: list[str]) -> None:
     print(f"page tags: {checks['checks']:,} compared, {checks['mismatches']:,} wrong")
     for error in result["errors"]:
         say(f"stopped: {error}")
+
+
+def kv(made: KVScales) -> None:
+    """The scales of a KV-scale manifest and what they change, a line a part; of many layers the worst at scale 1.0."""
+    parts = [(layer.layer, name, part) for layer in made.layers for name, part in layer.parts.items()]
+    shown = parts
+    if len(parts) > _MANY_PARTS:
+        worst = sorted(parts, key=lambda item: -item[2].at_one.relative_error)[: _MANY_PARTS // 2]
+        shown = sorted(worst, key=lambda item: item[0])
+        print(f"the {len(shown)} of {len(parts)} that lose most at scale 1.0:")
+    row_scales = {layer.layer: layer.row_scale for layer in made.layers}
+    latent = any(row_scales.values())
+    rows = [
+        [str(layer), name, f"{part.tokens:,}", f"{part.amax:.4g}", f"{part.p999:.4g}", _power(part.scale)]
+        + [_power(row_scales[layer] or 1.0)] * latent
+        + [text for loss in (part.at_one, part.at_scale) for text in (f"{loss.zero:.2%}", f"{loss.relative_error:.2%}")]
+        for layer, name, part in shown
+    ]
+    header = ["layer", "part", "tokens", "amax", "p99.9", "scale", *["row scale"] * latent]
+    table([*header, "lost at 1.0", "error", "lost at scale", "error"], rows, "rlrrrr" + "r" * latent + "rrrr")
+    sizes = ", ".join(f"{name} {size:,}" for name, size in made.bytes_per_token.items())
+    indexer = made.indexer_bytes_per_token
+    print(f"bytes a token: {sizes}{f'; the indexer keys are {indexer:,} more' if indexer else ''}")
+    for note in made.notes:
+        say(f"note: {note}")
+    for runtime, given in made.runtimes.items():
+        say(f"{RUNTIMES[runtime]} reads {given['reads']}: {given['why']}")
+
+
+_MANY_PARTS = 24
+
+
+def _power(scale: float) -> str:
+    return f"2^{math.frexp(scale)[1] - 1}"
 
 
 def launch(made: Launch) -> None:
