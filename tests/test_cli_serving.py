@@ -11,7 +11,7 @@ import variants
 from safetensors.torch import load_file, save_file
 from test_cli import run, run_json
 
-from phasefold.cli.load import _hint
+from phasefold.cli.load import _hint, _without
 from phasefold.formats.checkpoint import INDEX
 from phasefold.serving.runtimes.load import Loaded
 
@@ -184,6 +184,14 @@ def test_a_load_that_fails_points_to_check(pair: tuple[str, str], tmp_path: Path
     assert "--no-shared-fusion" in _hint("x", shared, fused=True)
     assert "`phasefold check x --runtime sglang`" in _hint("x", shared, fused=False)
     assert _hint("x", Loaded("vllm", mode="dry"), fused=True) == ""
+
+
+def test_what_the_mode_that_it_came_to_does_not_use() -> None:
+    """Without --mode only the runtime knows whether it will be dry: an option of the other mode is told afterwards."""
+    asked = {"--prompt": "x", "--tp": 2, "--data": True}
+    assert _without(asked, "vllm", ["dry", "real"]) == {}
+    assert _without(asked, "vllm", ["dry"]) == {"--prompt": "x"}
+    assert _without(asked, "sglang", ["real"]) == {"--data": True}
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,10 @@ def test_layouts_that_make_no_sense_are_refused(name, layer, scales, words) -> N
         make_layout(name, [layer], scales)
 
 
+def test_bf16_has_two_names() -> None:
+    assert make_layout("bfloat16", [GQA]) == make_layout("bf16", [GQA])
+
+
 def test_a_scale_of_one_is_the_default() -> None:
     assert make_layout("fp8_e4m3", [GQA]) == make_layout("fp8_e4m3", [GQA], {0: {"k": 1.0, "v": 1.0}})
     assert make_layout("fp8_e4m3", [GQA]) != make_layout("fp8_e4m3", [GQA], {0: {"k": 2.0, "v": 1.0}})
