@@ -13,12 +13,14 @@ import typer
 from ..errors import CheckpointError, PlanError
 from . import draw
 from .options import (
+    FoldFile,
     Json,
     Mtp,
     RecipeName,
     ShardSize,
     Source,
     Stats,
+    Unfold,
     Workers,
     cores,
     ends_cleanly,
@@ -74,13 +76,15 @@ def plan(
     recipe: RecipeName,
     mtp: Mtp = None,
     stats: Stats = None,
+    fold: FoldFile = None,
+    unfold: Unfold = False,
     shard_size: ShardSize = "5GB",
     as_json: Json = False,
 ) -> None:
-    """What a conversion would write, to the byte. Reads headers only."""
+    """What a conversion would write, to the byte. Reads headers only; with --fold or --unfold attention too."""
     from ..quantize.summary import plan_keys
 
-    made = planned(source, recipe, mtp, shard_size, open_stats(stats))
+    made = planned(source, recipe, mtp, shard_size, open_stats(stats), fold=fold, unfold=unfold)
     limits = tp_limits(made)
     if as_json:
         print_json(plan_keys(made) | {"largest_tp": limits})
@@ -94,6 +98,8 @@ def convert(
     recipe: RecipeName,
     mtp: Mtp = None,
     stats: Stats = None,
+    fold: FoldFile = None,
+    unfold: Unfold = False,
     workers: Workers = None,
     device: Annotated[
         Device, typer.Option(help="Where the packing runs; this version packs on the CPU.")
@@ -109,7 +115,7 @@ def convert(
         raise PlanError("device cuda: this version packs on the CPU; give --device cpu, or nothing")
     with ends_cleanly("interrupted; finished shards are kept, give the same command again to go on"):
         statistics = open_stats(stats)
-        made = planned(source, recipe, mtp, shard_size, statistics)
+        made = planned(source, recipe, mtp, shard_size, statistics, fold=fold, unfold=unfold)
         limits = tp_limits(made)
         total = sum(unit.source_bytes for unit in made.units())
         threads = workers or cores()

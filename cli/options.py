@@ -22,6 +22,7 @@ from . import draw
 if TYPE_CHECKING:
     from ..formats.checkpoint import Checkpoint
     from ..formats.statistics import Statistics
+    from ..quantize.extras import Extras
     from ..quantize.plan import Plan
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a Kimi or GLM checkpoint.")]
@@ -45,6 +46,15 @@ Mtp = Annotated[
 Stats = Annotated[
     str | None,
     typer.Option("--stats", metavar="STATS", help="Folder that `calibrate` left, for recipes that choose codes by it."),
+]
+FoldFile = Annotated[
+    str | None,
+    typer.Option(
+        "--fold", metavar="FILE", help="What `kv` wrote: its scales go into the weights, exactly. Reads weights."
+    ),
+]
+Unfold = Annotated[
+    bool, typer.Option("--unfold", help="Take the folding of a folded artifact out of the weights again.")
 ]
 ShardSize = Annotated[str, typer.Option(help="Largest size of an output shard, with a unit: 5GB, 4GiB.")]
 Artifact = Annotated[str, typer.Argument(metavar="ARTIFACT", help="Folder of a checkpoint, ours or anybody's.")]
@@ -73,10 +83,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def planned(source: str, recipe: str, mtp: str | None, shard_size: str, statistics: Statistics | None = None) -> Plan:
+def planned(
+    source: str,
+    recipe: str,
+    mtp: str | None,
+    shard_size: str,
+    statistics: Statistics | None = None,
+    *,
+    fold: str | None = None,
+    unfold: bool = False,
+) -> Plan:
     from dataclasses import replace
 
-    from ..quantize.extras import NO_EXTRAS
     from ..quantize.guide import check_statistics
     from ..quantize.plan import make_plan
     from ..recipes import load, names
@@ -86,14 +104,33 @@ def planned(source: str, recipe: str, mtp: str | None, shard_size: str, statisti
     wanted = load(recipe)
     if mtp is not None:
         wanted = replace(wanted, mtp=str(mtp))
+    checkpoint = open_source(source)
+    extras = _folding(checkpoint, fold, unfold)
+    if statistics:
+        extras = replace(extras, statistics=statistics.identity())
     gc.disable()  # a plan is a million small values without a cycle: the collector would double its time
-    extras = replace(NO_EXTRAS, statistics=statistics.identity()) if statistics else NO_EXTRAS
-    made = make_plan(open_source(source), wanted, size_of(shard_size), extras)
+    made = make_plan(checkpoint, wanted, size_of(shard_size), extras)
     gc.freeze()
     gc.enable()
     if statistics:
         check_statistics(made, statistics)
     return made
+
+
+def _folding(checkpoint: Checkpoint, fold: str | None, unfold: bool) -> Extras:
+    """What a job does about folding: what `--fold` asks for, undo it, or carry on what the source has."""
+    from ..families import identify
+    from ..formats.kv_scales import read_kv_scales
+    from ..quantize.extras import NO_EXTRAS, Extras
+    from ..quantize.fold import carried, check_unfold
+    from ..quantize.kv import with_folding
+
+    if fold is not None and unfold:
+        raise UsageError("--fold and --unfold: give one of the two")
+    if fold is not None:
+        file = Path(fold)
+        return with_folding(NO_EXTRAS, file, read_kv_scales(file), checkpoint, identify(checkpoint.config))
+    return Extras(held=check_unfold(checkpoint)) if unfold else carried(checkpoint)
 
 
 def tp_limits(made: Plan) -> dict[str, int]:

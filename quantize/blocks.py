@@ -93,9 +93,10 @@ class StoredMatrix:
             try:
                 apply(matrix, self.scaling, first, self.shape)
             except Inexact as error:
+                rows = f"rows {first} to {last - 1}, {self.kind}"
                 raise CheckpointError(
-                    f"{self.module}{self.codes.suffix}: cannot be folded without loss: {error} (rows {first} to "
-                    f"{last - 1}, {self.kind}); convert from the checkpoint that the folded one was made from"
+                    f"{self.module}{self.codes.suffix}: cannot be folded or unfolded without loss: {error} ({rows}); "
+                    "convert from the checkpoint that the folded one was made from"
                 ) from None
         return matrix
 

@@ -21,7 +21,7 @@ class Extras:
     folding: layer -> cached part -> exponent; the part's values are multiplied by two to that power, as compared with
         the model as it was trained.
     held: the folding that the source has already: what the job multiplies by is `folding` against `held`.
-    folded_by: `KVScales.identity()` of the file whose scales were folded.
+    folded_by: which manifest of KV scales was folded (see `kv.with_folding`).
     lowered: layer -> cached part -> [exponent that was asked for, tensor that cannot take it without loss], where
         `folding` is less, or nothing.
     kv_scales: name of a tensor that is added -> its value, a KV scale (stored = x / scale).

@@ -186,7 +186,7 @@ def carried(checkpoint: Checkpoint) -> Extras:
     return Extras(folding=folding, held=folding)
 
 
-def notes(checkpoint: Checkpoint, extras: Extras) -> list[str]:
+def notes(extras: Extras) -> list[str]:
     """What whoever serves the artifact must know of its folding."""
     if extras.held and not extras.folding:
         return [f"unfolded: {_ranges(extras.held)} undone; pair it with artifacts that are not folded"]
@@ -195,9 +195,9 @@ def notes(checkpoint: Checkpoint, extras: Extras) -> list[str]:
     found = found * bool(extras.folding) + [_less(extras, part) for part in _parts(extras.lowered)]
     if extras.folded_by and not found:
         found = ["nothing is folded: every scale in the file is 1.0"]
-    if extras.folded_by and extras.folded_by["source"]["digest"] != checkpoint.digest:
+    if extras.folded_by and not extras.folded_by["same_source"]:
         name = extras.folded_by["source"]["name"]
-        found.append(f"the scales that were folded come from {name}: exact here, too, and as good if it is one model")
+        found.append(f"the folded scales were calibrated on {name}, another checkpoint; they must be of one model")
     return found
 
 

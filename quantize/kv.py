@@ -12,6 +12,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import PlanError
 from ..families import CacheLayer, CachePart, Model
@@ -21,7 +22,7 @@ from ..formats.kv_scales import KVScales
 from .account import Account
 from .choose import Choice
 from .extras import Extras
-from .fold import held
+from .fold import exponents, held, settled
 from .origin import origins
 from .units import Output, Unit
 
@@ -99,17 +100,35 @@ def with_kv_scales(extras: Extras, path: Path, kv: KVScales, checkpoint: Checkpo
 
     Scales of another release of the same model (other digest, same layers) are taken, and the plan's notes say so.
     """
-    if reason := misfit(kv, model):
-        raise PlanError(f"{path}: not of the model in {checkpoint.folder}: {reason}; calibrate that one")
+    _refuse_misfit(path, kv, checkpoint, model)
     if held(checkpoint) and kv.source["digest"] != checkpoint.digest:
         raise PlanError(
             f"{path}: {checkpoint.folder} is folded, its cache holds other values than that of {kv.source['name']}, "
             "which these scales were calibrated on; calibrate the folded checkpoint, or convert one that is not"
         )
+    return replace(extras, kv=_about(kv, checkpoint), kv_scales=kv.tensors("vllm"))
+
+
+def with_folding(extras: Extras, path: Path, kv: KVScales, checkpoint: Checkpoint, model: Model) -> Extras:
+    """A job's extras and the folding that makes scale 1.0 right, of each part for itself. Reads weights: `fold.settle`.
+
+    PlanError where the manifest is of another model, or where the source is folded already.
+    """
+    _refuse_misfit(path, kv, checkpoint, model)
+    scales = {layer.layer: {name: part.scale for name, part in layer.parts.items()} for layer in kv.layers}
+    found = settled(checkpoint, exponents(scales))
+    return replace(extras, folding=found.folding, lowered=found.lowered, folded_by=_about(kv, checkpoint))
+
+
+def _refuse_misfit(path: Path, kv: KVScales, checkpoint: Checkpoint, model: Model) -> None:
+    if reason := misfit(kv, model):
+        raise PlanError(f"{path}: not of the model in {checkpoint.folder}: {reason}; calibrate that one")
+
+
+def _about(kv: KVScales, checkpoint: Checkpoint) -> dict[str, Any]:
     same = kv.source["digest"] in (checkpoint.digest, *origins(checkpoint))
-    about = {"digest": kv.digest, "source": dict(kv.source), "same_source": same,
-             "tokens": kv.tokens, "headroom": kv.headroom}  # fmt: skip
-    return replace(extras, kv=about, kv_scales=kv.tensors("vllm"))
+    return {"digest": kv.digest, "source": dict(kv.source), "same_source": same,
+            "tokens": kv.tokens, "headroom": kv.headroom}  # fmt: skip
 
 
 def replaced(choices: list[Choice], extras: Extras) -> tuple[list[Choice], dict[str, str]]:

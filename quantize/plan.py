@@ -102,7 +102,7 @@ def make_plan(
     if untrue_mtp:
         why = "the MTP layer is dropped" if dropped else "the source has no MTP layer although its config claims one"
         notes.append(f"config.json: num_nextn_predict_layers is set to 0, {why}")
-    notes += fold.notes(checkpoint, extras)
+    notes += fold.notes(extras)
     notes += guide.notes(checkpoint, recipe.name, units, extras.statistics)
     notes += kv.notes(found.model, extras)
     before, after = checkpoint.total_size, sum(output.part.nbytes for unit in units for output in unit.outputs)

@@ -199,7 +199,7 @@ def test_what_would_lose_bits_is_lowered_and_named(source, tmp_path: Path) -> No
         assert f"in 1 layer, not at all in {int(out.name == 'b')} of them" in note
         assert f"(the first: layer 1, {less}, of {name})" in note
     # a fold that was never settled is refused while it is carried out, and nothing looks whole
-    with pytest.raises(CheckpointError, match=r"kv_b_proj.weight: cannot be folded without loss: .* times 2\^-4"):
+    with pytest.raises(CheckpointError, match=r"kv_b_proj.weight: cannot be folded or unfolded without loss: .* times 2\^-4"):
         run(denormal, tmp_path / "out", extras=Extras(folding={"1": {"kv_c": 4}}))
     assert not (tmp_path / "out" / "config.json").exists()
 
@@ -267,7 +267,7 @@ def test_a_folding_is_carried_on_and_never_doubled(source, tmp_path: Path) -> No
 def test_unfolding_what_was_rounded_after_the_fold_is_refused(source, tmp_path: Path) -> None:
     """q_b_proj in FP8 blocks made from folded BF16: rope rows share scales with others, their low bits are gone."""
     folded(source("tiny-kimi"), tmp_path / "fp8", {layer: {"k_pe": -9} for layer in range(4)}, "kimi-prefill-fp8")
-    with pytest.raises(CheckpointError, match=r"q_b_proj.weight: cannot be folded without loss: .*convert from the"):
+    with pytest.raises(CheckpointError, match=r"q_b_proj.weight: cannot be folded or unfolded without loss: .*convert from the"):
         fold.check_unfold(open_checkpoint(tmp_path / "fp8"))
 
 
