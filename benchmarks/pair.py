@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from quality import EXAMPLES, docstrings
+from docstrings import standard_library
 from tokenizers import Tokenizer
 
 from phasefold.formats.checkpoint import open_checkpoint
@@ -30,6 +30,7 @@ from phasefold.serving.paged.rows import Scales
 from phasefold.serving.paged.weights import Loaded, load_model
 from phasefold.serving.pair import Pair, agreement
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
 LAYOUTS = (("bf16", False), ("fp8_e4m3", False), ("fp8_e4m3", True), ("fp8_ds_mla", False))
 BLOCK, PAGE = 256, 64
 
@@ -69,7 +70,7 @@ def quality(blocks: int, device: str) -> None:
     print(f"{'':42}{'prefill':>10}{'+-':>9}{'top-1':>8}{'source':>10}{'+-':>9}{'top-1':>8}")
     for base, family in (("tiny-kimi", "kimi"), ("tiny-glm4", "glm"), ("tiny-glm5", "glm")):
         tokenizer = Tokenizer.from_file(str(EXAMPLES / base / "tokenizer.json"))
-        ids = tokenizer.encode(docstrings()).ids[: blocks * BLOCK]
+        ids = tokenizer.encode(standard_library()).ids[: blocks * BLOCK]
         texts = [ids[at : at + BLOCK] for at in range(0, len(ids), BLOCK)]
         models = {"source": load_model(EXAMPLES / base, device=device)}
         with tempfile.TemporaryDirectory() as work:

@@ -1,83 +1,94 @@
-"""What quantization costs the tiny trained checkpoints: weight error, mean KL and top-1 agreement.
+"""What quantization costs the tiny trained checkpoints, on text that they have never seen, with 95 % intervals.
 
-    python benchmarks/quality.py [--tokens 8192]
+    python benchmarks/quality.py [--section int4] [--tokens 65536] [--llmcompressor PYTHON] [--out FILE.json] [--quick]
 
-The text is docstrings of the installed standard library, in blocks of 256 tokens. KL is from the BF16 source, in nats a
-token; its standard error is over blocks.
+int4: RTN, search, activation-weighted search, GPTQ, and llmcompressor's GPTQ on the same calibration tokens, at groups
+of 128, 64 and 32. kv: an FP8 cache at scale 1.0, with the manifest's scales, and folded. Text: see docstrings.py.
+Differences are paired over the same blocks. KL is mean KL(source || model) in nats a token.
 """
 
 import argparse
-import ast
-import os
+import hashlib
+import json
+import platform
 import tempfile
-from dataclasses import replace
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import docstrings
+import int4
+import kv
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+import transformers
+from tokenizers import Tokenizer
 
-from phasefold.formats.checkpoint import open_checkpoint
-from phasefold.quantize.convert import convert
-from phasefold.quantize.plan import make_plan
-from phasefold.recipes import Recipe, load
+import phasefold
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+BASES = ("tiny-kimi", "tiny-glm4", "tiny-glm5")
+GROUPS = (128, 64, 32)
 
 
-def rtn(recipe: Recipe) -> Recipe:
-    """The same recipe with plain rounding."""
-    return replace(recipe, rules=tuple(replace(rule, method="rtn") for rule in recipe.rules))
-
-
-def docstrings() -> str:
-    """Docstrings of the installed standard library: text of the kind that the examples were trained on."""
-    texts = []
-    for path in sorted(Path(os.__file__).parent.glob("[a-s]*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
-                texts.append(text)
-    return "\n\n".join(texts)
-
-
-def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """[blocks, 256, vocabulary] float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        return torch.cat([model(block[None]).logits for block in tokens])
+def job(section: str, base: str, blocks: list[list[int]], text: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One section on one checkpoint, in a process of its own."""
+    torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+    with tempfile.TemporaryDirectory() as work:
+        folder, given = EXAMPLES / base, torch.tensor(blocks)
+        if section == "kv":
+            return kv.section(folder, given[: options.kv_blocks], text, options.calibration, Path(work))
+        groups = (128,) if options.quick else GROUPS
+        return int4.section(folder, given, text, options.calibration, groups, options.llmcompressor, Path(work))
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables; write all numbers to --out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=8192)
-    count = parser.parse_args().tokens // 256
-    print(f"{'':12}{'':26}{'MB':>6}{'experts':>9}{'mean KL':>10}{'+-':>9}{'top-1':>8}")
-    for base, family in (("tiny-kimi", "kimi"), ("tiny-glm4", "glm"), ("tiny-glm5", "glm")):
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(EXAMPLES / base / "tokenizer.json"))
-        tokens = torch.tensor(tokenizer(docstrings())["input_ids"][: count * 256]).view(-1, 256)
-        source = logits(EXAMPLES / base, tokens)
-        decode = load(f"{family}-decode-int4")
-        recipes = {
-            f"{family}-prefill-fp8": load(f"{family}-prefill-fp8"),
-            decode.name: decode,
-            "  with rtn": rtn(decode),
-        }
-        if family == "glm":
-            recipes |= {"glm-decode-int4-g128": load("glm-decode-int4-g128")}
-        with tempfile.TemporaryDirectory() as work:
-            for name, recipe in recipes.items():
-                made = convert(make_plan(open_checkpoint(EXAMPLES / base), recipe), Path(work) / name)
-                plain = Path(work) / f"{name}-bf16"
-                convert(make_plan(open_checkpoint(Path(work) / name), load("bf16")), plain)
-                ours = logits(plain, tokens)
-                kl = torch.nn.functional.kl_div(
-                    ours.log_softmax(-1), source.log_softmax(-1), log_target=True, reduction="none"
-                ).sum(-1)
-                per_block = kl.mean(1)
-                error = per_block.std().item() / len(per_block) ** 0.5
-                top = (ours.argmax(-1) == source.argmax(-1)).float().mean().item()
-                row = f"{base:12}{name:26}{made.plan.output_bytes / 1e6:6.1f}{made.errors['routed_expert']:9.2%}"
-                print(f"{row}{per_block.mean().item():10.5f}{error:9.5f}{top:8.2%}", flush=True)
+    parser.add_argument("--section", choices=("int4", "kv", "all"), default="all")
+    parser.add_argument("--tokens", type=int, default=65536, help="to evaluate on")
+    parser.add_argument("--calibration", type=int, default=32768, help="tokens to calibrate with")
+    parser.add_argument("--llmcompressor", metavar="PYTHON", help="python of an environment with llmcompressor")
+    parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))
+    parser.add_argument("--quick", action="store_true", help="groups of 128, 8192 tokens")
+    parser.add_argument("--kv-blocks", type=int, default=96, help="of the blocks that are evaluated on, for kv")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.quick:
+        options.tokens, options.kv_blocks = 8192, 16
+    started = time.time()
+    tokenizer = Tokenizer.from_file(str(EXAMPLES / BASES[0] / "tokenizer.json"))  # all three have the same
+    blocks = docstrings.evaluation_blocks(tokenizer, options.tokens // docstrings.BLOCK)
+    digest = hashlib.sha256(json.dumps(blocks).encode()).hexdigest()
+    value: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {"phasefold": phasefold.__version__, "torch": torch.__version__,
+                     "transformers": transformers.__version__, "python": platform.python_version()},
+        "evaluation": {"blocks": len(blocks), "tokens": len(blocks) * docstrings.BLOCK, "digest": digest},
+        "calibration": options.calibration,
+    }  # fmt: skip
+    print(f"{len(blocks)} blocks of {docstrings.BLOCK} tokens, each of another file, digest {digest[:12]}", flush=True)
+    if not options.llmcompressor:
+        print("llmcompressor is left out: give --llmcompressor PYTHON")
+    with tempfile.TemporaryDirectory() as work:
+        text = Path(work) / "calibration.jsonl"
+        rows = ({"text": "\n\n".join(file.docstrings)} for file in docstrings.calibration())
+        text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
+            waiting = {
+                (section, base): pool.submit(job, section, base, blocks, text, options)
+                for section in (("int4", "kv") if options.section == "all" else (options.section,))
+                for base in options.bases
+            }
+            for (section, base), future in waiting.items():
+                found = value.setdefault(section, {})[base] = future.result()
+                print(f"\n{section} {found.pop('tables')}", flush=True)
+    value["seconds"] = round(time.time() - started)
+    print(f"{value['seconds']} seconds")
+    if options.out:
+        options.out.write_text(json.dumps(value, indent=2) + "\n")
 
 
 if __name__ == "__main__":
