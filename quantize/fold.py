@@ -240,7 +240,7 @@ def undoing(model: Model, folding: Folding) -> dict[str, Scaling]:
 
 def _places(found: Account, folding: Folding) -> Iterator[_Place]:
     """All stored tensors that take part in folding the named parts of the named layers."""
-    items = {item.spec: item for item in found.items}
+    items = {item.spec: item for item in found.items if str(item.spec.layer) in folding}
     for spec, one in _touched(found.model, items, folding):
         yield _Place(str(spec.layer), one.part, one.sign, items[spec], _scaling(one, 0))
 

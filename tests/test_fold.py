@@ -6,12 +6,14 @@ from pathlib import Path
 
 import folds
 import pytest
+import sparse
 import torch
 import variants
 from folds import folded, parts_of, run, unfolded, wanted
 from test_convert import KINDS, same
 
 from phasefold.errors import CheckpointError, PlanError
+from phasefold.families import identify
 from phasefold.formats.checkpoint import MANIFEST, open_checkpoint
 from phasefold.formats.manifest import read_manifest
 from phasefold.quantize import fold
@@ -162,6 +164,35 @@ def test_small_latents_need_a_fold(source, tmp_path: Path) -> None:
         fold.settle(open_checkpoint(tmp_path / "small"), wanted("tiny-kimi"))
 
 
+@pytest.mark.parametrize("model", sparse.MODELS)
+def test_every_published_release_has_its_folds_or_none(model: str) -> None:
+    """In each decoder layer each part of the cache is made by some tensors and read by others, all there, all alike."""
+    found = identify(sparse.config_of(model))
+    if found.architecture.name in ("kimi_k3", "kimi_linear"):
+        with pytest.raises(CheckpointError, match="folding is not known to be exact"):
+            found.folds()
+        return
+    table, specs = found.folds(), {spec.name: spec for spec in found.tensors() if not spec.mtp}
+    stem = "language_model.model.layers." if "text_config" in found.config else "model.layers."
+    for layer in (layer for layer in found.cache() if not layer.mtp):
+        parts = {part.name for part in layer.parts} - {"index_k"}
+        assert {one.part for one in table} == parts
+        for part in layer.parts:
+            signs, share = set(), {}
+            for one in (one for one in table if one.part == part.name):
+                spec = specs[f"{stem}{layer.layer}.{one.tail}"]
+                assert spec.layer == layer.layer and spec.shape[0] % one.period == 0, spec
+                signs.add(one.sign)
+                share[one.tail] = spec.shape[0] // one.period * (one.last - one.first)
+            assert part.name == "index_k" or signs == {1, -1}
+            made = {"kv_c": "kv_a_layernorm.weight", "k_pe": "kv_a_proj_with_mqa.weight", "v": "v_proj.weight"}
+            if part.name in made:
+                assert share[f"self_attn.{made[part.name]}"] == part.heads * part.width
+            if part.name == "k_pe":  # as many rows as each head has of the rope
+                query = next(tail for tail in share if ".q_" in tail)
+                assert share[query] == part.width * found.text["num_attention_heads"]
+
+
 def broken(source: Path, out: Path, **changes: torch.Tensor) -> Path:
     """A copy with changed values. changes: name of a tensor in layer 1, dots as "__" -> its first values."""
     tensors, config = variants.load(source)
@@ -276,6 +307,20 @@ def test_a_folding_is_carried_on_and_never_doubled(source, tmp_path: Path) -> No
     path.write_text(path.read_text().replace('"folding"', '"bolding"'))
     with pytest.raises(PlanError, match=r"altered: .* whether the source is folded cannot be told"):
         make_plan(open_checkpoint(out), load("keep"))
+
+
+def test_unfolding_what_was_quantized_after_the_fold(source, tmp_path: Path) -> None:
+    """Where whole blocks were folded the codes are those of the unfolded source: all bytes come back."""
+    for base, parts, recipe in (
+        ("tiny-glm4", ("k", "v"), "glm-prefill-fp8"),
+        ("tiny-kimi", ("kv_c",), "kimi-prefill-fp8"),
+        ("tiny-glm5", ("kv_c",), "glm-decode-int4-fp8"),
+    ):
+        asked = {layer: {part: e[part] for part in parts} for layer, e in wanted(base).items()}
+        folded(source(base), tmp_path / f"{base}-folded", asked, recipe)
+        unfolded(tmp_path / f"{base}-folded", tmp_path / f"{base}-back")
+        run(source(base), tmp_path / f"{base}-plain", recipe)
+        alike(tmp_path / f"{base}-back", tmp_path / f"{base}-plain")
 
 
 def test_unfolding_what_was_rounded_after_the_fold_is_refused(source, tmp_path: Path) -> None:
