@@ -129,9 +129,11 @@ def expected(base: str, kind: str, recipe: str, notes: tuple[str, ...], runtime:
         true.add(("T3", "silent"))
     if runtime == "sglang" and base == "tiny-glm4" and any("--disable-shared-experts-fusion" in note for note in notes):
         true.add(("S6", "silent"))
-    if recipe in ("glm-prefill-fp8", "glm-decode-int4-fp8"):  # FP8 of the source is kept
+    if recipe in ("glm-prefill-fp8", "glm-decode-int4-fp8", "keep"):  # FP8 of the source is kept
         if base == "tiny-glm4" and kind.endswith("fp8-block"):  # k_proj of the example has 64 rows, half a block
             true.add(("T5", "error"))
+    if recipe == "keep" and runtime == "sglang" and base == "tiny-glm5" and kind.endswith("fp8-channel"):
+        true.add(("P13", "error"))  # of indexer.wk, which other recipes decode
     return true
 
 
@@ -199,7 +201,7 @@ def small(model: str, folder: Path) -> Path:
     text |= {key: text[key][:layers] for key in ("indexer_types", "mlp_layer_types") if key in text}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    specs = [spec for spec in identify(config).tensors() if spec.role != "buffer"]
+    specs = [spec for spec in identify(config).tensors() if spec.role not in ("buffer", "attention.kv_scale")]
     sparse.write_header(folder / "model.safetensors", [sparse.Stored(s.name, "BF16", s.shape, s) for s in specs])
     return folder
 
