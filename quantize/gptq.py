@@ -25,8 +25,9 @@ from .grid import nearest_int4
 
 BLOCK = 128  # columns that are rounded before the rest hears of it
 SWEEPS = 2
-#: shares of the mean of H's diagonal that are added to it, one after the other until H has a Cholesky factor
-DAMPING = (0.05, 0.5, 5.0)
+#: share of the mean of H's diagonal that is added to it: with all tokens that one could wish for, and for want of any
+DAMPING = (0.01, 0.1)
+MORE = (1, 10, 100)  # times that, one after the other until H has a Cholesky factor
 _ROWS = 1024  # of a matrix that are held in double
 
 
@@ -43,12 +44,17 @@ class Factors(NamedTuple):
     around: Tensor
 
 
+def want(tokens: int, columns: int) -> float:
+    """l = K / (tokens + K): how far the Hessian of so many tokens is from one that can be relied on, 1 for none."""
+    return columns / (tokens + columns)
+
+
 def shrink(own: Tensor, tokens: int, pool: Tensor | None = None) -> Tensor:
-    """(1 - l) own + l target, l = K / (tokens + K) -> float32 [K, K].
+    """(1 - l) own + l target -> float32 [K, K].
 
     The target is the pool's Hessian; without one, own's diagonal, as if the channels had nothing to do with each other.
     """
-    share = len(own) / (tokens + len(own))
+    share = want(tokens, len(own))
     mixed = own.float() * (1 - share)
     if pool is not None:
         return mixed.add_(pool.float(), alpha=share)
@@ -56,8 +62,10 @@ def shrink(own: Tensor, tokens: int, pool: Tensor | None = None) -> Tensor:
     return mixed
 
 
-def factor(hessian: Tensor) -> Factors | None:
+def factor(hessian: Tensor, tokens: int) -> Factors | None:
     """Damp and factor a Hessian, float32 [K, K]; None where it has no Cholesky factor at any damping.
+
+    tokens: those of the matrix itself that are behind it.
 
     A channel that never was active has a row of zeros: it is rounded last, on its own, to the nearest code.
     """
@@ -68,8 +76,9 @@ def factor(hessian: Tensor) -> Factors | None:
     if not 0 < mean < float("inf"):
         return None
     damped = sorted_.diagonal().clone()
-    for share in DAMPING:
-        sorted_.diagonal().copy_(damped + share * mean)
+    least = DAMPING[0] + DAMPING[1] * want(tokens, len(hessian))
+    for times in MORE:
+        sorted_.diagonal().copy_(damped + times * least * mean)
         lower, info = torch.linalg.cholesky_ex(sorted_.flip(0, 1))
         if int(info) == 0:
             upper = lower.flip(0, 1)  # sorted = upper upper^T

@@ -188,8 +188,9 @@ class Guide:
         own = self._read(f"{input_of(module)}.hessian")
         pool = self._read(f"{pool_of(module)}.hessian") if _shares(module) else None
         if own is not None:
-            return factor(shrink(own, self.statistics.tokens(module), pool)), False
-        return (factor(pool), True) if pool is not None else None
+            tokens = self.statistics.tokens(module)
+            return factor(shrink(own, tokens, pool), tokens), False
+        return (factor(pool, 0), True) if pool is not None else None
 
     def heldout(self, module: str) -> Tensor | None:
         """Inputs [m, K] that the statistics have not seen; the pool's for a gate or up projection without any."""
