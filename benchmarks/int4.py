@@ -22,13 +22,14 @@ from intervals import interval, paired, table
 from phasefold.calib import model as calib
 from phasefold.calib.run import Job, Options, calibrate
 from phasefold.calib.text import load_tokenizer, read_text
+from phasefold.families import identify
 from phasefold.formats.checkpoint import open_checkpoint
 from phasefold.formats.statistics import Statistics, open_statistics
 from phasefold.quantize.convert import convert
 from phasefold.quantize.extras import NO_EXTRAS, Extras
 from phasefold.quantize.plan import make_plan
 from phasefold.quantize.summary import methods
-from phasefold.recipes import Recipe, Rule
+from phasefold.recipes import Recipe, Rule, load
 from phasefold.serving.paged.weights import load_model
 
 KINDS = ("gate/up", "down")
@@ -198,17 +199,17 @@ def as_json(found: Measured) -> dict[str, Any]:
     return value
 
 
-def row(name: str, group: int, found: Measured, source_nll: list[float]) -> list[str]:
+def row(group: str, name: str, found: Measured, source_nll: list[float]) -> list[str]:
     """One line of the table of methods."""
     kl, top1, change = interval(found.kl), interval(found.top1), paired(found.nll, source_nll)
     errors = [interval(each[kind]).text(2, 100) for each in (found.weight, found.output) for kind in KINDS]
     perplexity = f"{math.exp(interval(found.nll).mean):.3f}"
-    return [f"g{group}", name, *errors, perplexity, change.text(2, 100), kl.text(3, 1e3), top1.text(2, 100)]
+    return [group, name, *errors, perplexity, change.text(2, 100), kl.text(3, 1e3), top1.text(2, 100)]
 
 
 HEAD = (
     "", "method", *(f"weight % {kind}" for kind in KINDS), *(f"output % {kind}" for kind in KINDS),
-    "perplexity", "of source, %", "KL, 1e-3 nats", "top-1 %",
+    "perplexity", "change, %", "KL, 1e-3 nats", "top-1 %",
 )  # fmt: skip
 PAIRED_HEAD = ("", "paired", "KL, 1e-3 nats", "of it", "", "output % gate/up", "output % down", "ln perplexity, 1e-3")
 
@@ -233,6 +234,26 @@ def differences(group: int, found: dict[str, Measured]) -> tuple[list[list[str]]
     return rows, value
 
 
+def claims(pairs: dict[str, Any]) -> dict[str, bool]:
+    """What should hold at groups of 128, and whether it does; `pairs` as `differences` leaves them.
+
+    "below 0": the whole interval of the difference is. "not above 0": the whole interval is not.
+    """
+    wanted = {
+        "search - RTN": "below 0",
+        "imatrix - search": "not above 0",
+        "GPTQ - search": "below 0",
+        "GPTQ - imatrix": "below 0",
+        "GPTQ - llmcompressor": "not above 0",
+        "GPTQ - llmcompressor, tuned": "not above 0",
+    }
+    found = {pair: pairs[pair]["verdict"] for pair in wanted if pair in pairs}
+    return {
+        f"{pair} {wanted[pair]}": verdict == "below" or (wanted[pair] == "not above 0" and verdict != "above")
+        for pair, verdict in found.items()
+    }
+
+
 def section(folder: Path, blocks: torch.Tensor, text: Path, tokens: int, groups: Sequence[int], python: str | None,
             work: Path) -> dict[str, Any]:  # fmt: skip
     """All methods on one checkpoint; -> JSON, with the tables as text under "tables".
@@ -245,7 +266,11 @@ def section(folder: Path, blocks: torch.Tensor, text: Path, tokens: int, groups:
     source_nll = source.nll(source.log_probs)
     nll = interval(source_nll)
     value: dict[str, Any] = {"source_nll": nll.to_json(), "statistics": statistics.identity(), "methods": {}}
-    rows, pairs = [], []
+    name = f"{identify(open_checkpoint(folder).config).family}-prefill-fp8"
+    convert(make_plan(open_checkpoint(folder), load(name)), work / name)
+    fp8 = source.measure(work / name)
+    value["methods"][name] = as_json(fp8)
+    rows, pairs = [row("", name, fp8, source_nll)], []
     for group in groups:
         found: dict[str, Measured] = {}
         for number, name in enumerate([*METHODS, *(PEERS if python else ())]):
@@ -257,11 +282,13 @@ def section(folder: Path, blocks: torch.Tensor, text: Path, tokens: int, groups:
                 run_peer(python, folder, work / "blocks.json", out, group, PEERS[name])
             found[name] = source.measure(out)
             value["methods"][f"g{group} {name}"] = as_json(found[name]) | ({"matrices": chosen} if chosen else {})
-            rows.append(row(name, group, found[name], source_nll))
+            rows.append(row(f"g{group}", name, found[name], source_nll))
             kl = interval(found[name].kl).text(3, 1e3)
             print(f"{folder.name} g{group} {name}: KL {kl} {chosen or ''}", flush=True)
         lines, value.setdefault("paired", {})[f"g{group}"] = differences(group, found)
         pairs += lines
+    if 128 in groups:
+        value["claims"] = claims(value["paired"]["g128"])
     perplexity, low, high = (math.exp(bound) for bound in nll)
     head = f"{folder.name}: perplexity of the source {perplexity:.3f} [{low:.3f}, {high:.3f}]"
     value["tables"] = "\n".join([head, table(HEAD, rows), "", table(PAIRED_HEAD, pairs), ""])

@@ -9,7 +9,6 @@ shares its scale with a k_pe that is not small.
 """
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,13 @@ from int4 import calibrated
 from intervals import interval, paired, table
 
 from phasefold.calib.kv import kv_scales
+from phasefold.families import identify
 from phasefold.formats.checkpoint import MANIFEST, open_checkpoint
+from phasefold.formats.kv_scales import KVScales
 from phasefold.quantize.convert import convert
-from phasefold.quantize.extras import Extras
-from phasefold.quantize.fold import exponents, settle
+from phasefold.quantize.extras import NO_EXTRAS, Extras
+from phasefold.quantize.fold import settled
+from phasefold.quantize.kv import with_folding
 from phasefold.quantize.plan import make_plan
 from phasefold.recipes import load
 from phasefold.serving.paged.engine import Engine
@@ -34,13 +36,11 @@ HEAD = ("checkpoint", "cache", "KL, 1e-3 nats", "top-1 %")
 PAIRED_HEAD = ("checkpoint", "paired", "KL, 1e-3 nats", "", "times as large")
 
 
-def fold(source: Path, wanted: Mapping[int, Mapping[str, int]], out: Path) -> Path:
+def fold(source: Path, folding: Extras, out: Path) -> Path:
     """A copy of a checkpoint with powers of two moved into its weights. SystemExit where one finds no room."""
-    checkpoint = open_checkpoint(source)
-    folding, lowered = settle(checkpoint, wanted)
-    if lowered:
-        raise SystemExit(f"{source.name}: {lowered[0]}: the fold does not fit")
-    convert(make_plan(checkpoint, load("keep"), extras=Extras(folding=folding)), out)
+    if folding.lowered:
+        raise SystemExit(f"{source.name}: the fold does not fit: {folding.lowered}")
+    convert(make_plan(open_checkpoint(source), load("keep"), extras=folding), out)
     return out
 
 
@@ -77,7 +77,7 @@ def section(folder: Path, blocks: torch.Tensor, text: Path, tokens: int, work: P
     for number, (name, wanted) in enumerate(copies.items()):
         source = folder
         if wanted:
-            source = fold(folder, wanted, work / f"copy-{number}")
+            source = fold(folder, settled(open_checkpoint(folder), wanted), work / f"copy-{number}")
             (source / MANIFEST).unlink()  # nobody knows that it was folded
             manifest = kv_scales(calibrated(source, text, tokens, work / f"statistics-{number}")[0])
         found = caches(source, manifest, blocks, reference, work / f"folded-{number}")
@@ -94,22 +94,37 @@ def section(folder: Path, blocks: torch.Tensor, text: Path, tokens: int, work: P
                 "kl": difference.to_json(), "verdict": difference.verdict, "ratio": ratio,
                 "times_5": paired([5 * x for x in a], b).to_json(),
             }  # fmt: skip
+    value["claims"] = claims(value[f"amax {SMALL}"], [value[name] for name in copies])
     value["tables"] = "\n".join([folder.name, table(HEAD, rows), "", table(PAIRED_HEAD, pairs), ""])
     return value
 
 
+def claims(small: dict[str, Any], every: list[dict[str, Any]]) -> dict[str, bool]:
+    """What should hold, and whether it does. small: of the copy with small parts; every: of all checkpoints."""
+    gains = [small[f"{cache} - scale 1.0"]["times_5"]["high"] for cache in ("manifest", "folded")]
+    worse = [each[f"{cache} - scale 1.0"]["verdict"] for each in every for cache in ("manifest", "folded")]
+    return {
+        "manifest and folded not told apart, all parts scaled alike": small["folded - manifest"]["verdict"]
+        == every[0]["folded - manifest"]["verdict"]
+        == "not told apart",
+        "neither worse than scale 1.0 anywhere": "above" not in worse,
+        f"scale 1.0 five times as bad at amax {SMALL}": max(gains) < 0,
+    }
+
+
 def caches(
-    source: Path, manifest: Any, blocks: torch.Tensor, reference: torch.Tensor, out: Path
+    source: Path, manifest: KVScales, blocks: torch.Tensor, reference: torch.Tensor, out: Path
 ) -> dict[str, tuple[list[float], list[float]]]:
     """KL and top-1 agreement of each block, for each way to keep the cache."""
-    own = {layer.layer: {name: part.scale for name, part in layer.parts.items()} for layer in manifest.layers}
-    folded = fold(source, exponents(own), out)
+    checkpoint = open_checkpoint(source)
+    model = identify(checkpoint.config)
+    folded = fold(source, with_folding(NO_EXTRAS, source, manifest, checkpoint, model), out)
     found = {
         "bf16": logits(source, blocks, "bf16"),
         "scale 1.0": logits(source, blocks, "fp8_e4m3"),
         "manifest": logits(source, blocks, "fp8_e4m3", manifest.row_scales()),
         "folded": logits(folded, blocks, "fp8_e4m3"),
     }
-    if "kv_c" in own[0]:
+    if "kv_c" in manifest.layers[0].parts:
         found["fp8_ds_mla"] = logits(source, blocks, "fp8_ds_mla")
     return {name: compare(reference, values) for name, values in found.items()}

@@ -39,8 +39,7 @@ def job(section: str, base: str, blocks: list[list[int]], text: Path, options: a
         folder, given = EXAMPLES / base, torch.tensor(blocks)
         if section == "kv":
             return kv.section(folder, given[: options.kv_blocks], text, options.calibration, Path(work))
-        groups = (128,) if options.quick else GROUPS
-        return int4.section(folder, given, text, options.calibration, groups, options.llmcompressor, Path(work))
+        return int4.section(folder, given, text, options.calibration, options.groups, options.llmcompressor, Path(work))
 
 
 def main() -> None:
@@ -51,13 +50,14 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=32768, help="tokens to calibrate with")
     parser.add_argument("--llmcompressor", metavar="PYTHON", help="python of an environment with llmcompressor")
     parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))
+    parser.add_argument("--groups", type=int, nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--quick", action="store_true", help="groups of 128, 8192 tokens")
     parser.add_argument("--kv-blocks", type=int, default=96, help="of the blocks that are evaluated on, for kv")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.quick:
-        options.tokens, options.kv_blocks = 8192, 16
+        options.tokens, options.kv_blocks, options.groups = 8192, 16, [128]
     started = time.time()
     tokenizer = Tokenizer.from_file(str(EXAMPLES / BASES[0] / "tokenizer.json"))  # all three have the same
     blocks = docstrings.evaluation_blocks(tokenizer, options.tokens // docstrings.BLOCK)
@@ -85,6 +85,8 @@ def main() -> None:
             for (section, base), future in waiting.items():
                 found = value.setdefault(section, {})[base] = future.result()
                 print(f"\n{section} {found.pop('tables')}", flush=True)
+                for claim, holds in found.get("claims", {}).items():
+                    print(f"{'holds' if holds else 'DOES NOT HOLD'}: {base}: {claim}", flush=True)
     value["seconds"] = round(time.time() - started)
     print(f"{value['seconds']} seconds")
     if options.out:
