@@ -57,7 +57,11 @@ def kv_scales(statistics: Statistics, headroom: float = 2.0) -> KVScales:
     name = model.architecture.name
     return KVScales(
         tool=__version__,
-        source={key: str(about["source"][key]) for key in ("name", "digest")},
+        source={
+            "name": str(about["source"]["name"]),
+            "digest": str(about["source"]["digest"]),
+            "folding": about["source"].get("folding", {}),
+        },
         architecture=name,
         statistics=statistics.digest,
         text=str(about["text"]["digest"]),

@@ -17,6 +17,7 @@ import torch
 from .. import __version__
 from ..errors import CheckpointError, LoadError, PhasefoldError
 from ..formats.statistics import VERSION
+from ..quantize.fold import held
 from ..quantize.output import check_place, check_space
 from .budget import Counts, Need, choose, layer_need, workspace_bytes
 from .cached import ObservedCache
@@ -112,7 +113,11 @@ class Job:
         return {
             "version": VERSION,
             "tool": __version__,
-            "source": {"name": checkpoint.folder.resolve().name, "digest": checkpoint.digest},
+            "source": {
+                "name": checkpoint.folder.resolve().name,
+                "digest": checkpoint.digest,
+                "folding": held(checkpoint),  # what a cache holds is by these powers of two off
+            },
             "architecture": self.source.model.architecture.name,
             "config": dict(checkpoint.config),
             "text": {"digest": self.text.digest, "files": self.text.files, "documents": self.text.documents},

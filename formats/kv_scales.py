@@ -80,7 +80,8 @@ class LayerScales(NamedTuple):
 class KVScales:
     """The content of kv_scales.json.
 
-    tool: version of phasefold. source: name and digest of the checkpoint that was calibrated. architecture: its
+    tool: version of phasefold. source: name and digest of the checkpoint that was calibrated, and the folding that it
+    has (layer -> part -> exponent): the cache is by so much off that of the model as trained. architecture: its
     model_type. statistics, text: digests of the statistics and of their text. tokens: of that text, held-out ones
     included; each part says how many are behind its own numbers.
     headroom: how many times amax a scale has room for, at least.
@@ -91,7 +92,7 @@ class KVScales:
     """
 
     tool: str
-    source: Mapping[str, str]
+    source: Mapping[str, Any]
     architecture: str
     statistics: str
     text: str
@@ -127,7 +128,8 @@ class KVScales:
 
     def identity(self) -> dict[str, Any]:
         """What an artifact's manifest says of the scales that it was made with."""
-        return {"digest": self.digest, "source": dict(self.source), "tokens": self.tokens, "headroom": self.headroom}
+        source = {key: self.source[key] for key in ("name", "digest")}
+        return {"digest": self.digest, "source": source, "tokens": self.tokens, "headroom": self.headroom}
 
     def row_scales(self) -> dict[int, dict[str, float]]:
         """Layer -> part -> scale of plain FP8 rows: each part's own, or the row's where there is one."""
@@ -166,9 +168,13 @@ def _read(value: dict[str, Any]) -> KVScales:
     for key in ("tool", "architecture", "statistics", "text"):
         if not isinstance(value[key], str):
             raise _Wrong(f"{key} is {_shown(value[key])}, expected text")
-    _keys(value["source"], ("name", "digest"), "source")
-    if not all(isinstance(item, str) for item in value["source"].values()):
+    source = value["source"]
+    _keys(source, ("name", "digest", "folding"), "source")
+    if not isinstance(source["name"], str) or not isinstance(source["digest"], str):
         raise _Wrong("source: name and digest are not text")
+    parts = source["folding"].values() if isinstance(source["folding"], dict) else (None,)
+    if not all(isinstance(part, dict) and all(type(e) is int for e in part.values()) for part in parts):
+        raise _Wrong("source: folding is no map from layers and parts to exponents")
     for key, least in (("tokens", 1), ("num_layers", 1), ("mtp_layers", 0), ("indexer_bytes_per_token", 0)):
         _count(value[key], key, least)
     if not 1 <= _number(value["headroom"], "headroom"):

@@ -101,12 +101,22 @@ def with_kv_scales(extras: Extras, path: Path, kv: KVScales, checkpoint: Checkpo
     Scales of another release of the same model (other digest, same layers) are taken, and the plan's notes say so.
     """
     _refuse_misfit(path, kv, checkpoint, model)
-    if held(checkpoint) and kv.source["digest"] != checkpoint.digest:
-        raise PlanError(
-            f"{path}: {checkpoint.folder} is folded, its cache holds other values than that of {kv.source['name']}, "
-            "which these scales were calibrated on; calibrate the folded checkpoint, or convert one that is not"
-        )
+    if reason := other_folding(kv, checkpoint):
+        raise PlanError(f"{path}: {reason}; calibrate {checkpoint.folder} itself")
     return replace(extras, kv=_about(kv, checkpoint), kv_scales=kv.tensors("vllm"))
+
+
+def other_folding(kv: KVScales, checkpoint: Checkpoint) -> str | None:
+    """Why a manifest's cache is by powers of two another than this checkpoint's; None where it is not."""
+    ours, theirs = held(checkpoint), kv.source["folding"]
+    folder, name = checkpoint.folder, kv.source["name"]
+    if ours == theirs:
+        return None
+    if not theirs:
+        return f"{folder} is folded, and the scales were calibrated on {name}, which is not"
+    if not ours:
+        return f"the scales were calibrated on {name}, which is folded, and {folder} is not"
+    return f"{folder} is folded otherwise than {name}, which the scales were calibrated on"
 
 
 def with_folding(extras: Extras, path: Path, kv: KVScales, checkpoint: Checkpoint, model: Model) -> Extras:
@@ -115,6 +125,8 @@ def with_folding(extras: Extras, path: Path, kv: KVScales, checkpoint: Checkpoin
     PlanError where the manifest is of another model, or where the source is folded already.
     """
     _refuse_misfit(path, kv, checkpoint, model)
+    if kv.source["folding"] and (reason := other_folding(kv, checkpoint)):
+        raise PlanError(f"{path}: {reason}; calibrate {checkpoint.folder} itself")
     scales = {layer.layer: {name: part.scale for name, part in layer.parts.items()} for layer in kv.layers}
     found = settled(checkpoint, exponents(scales))
     return replace(extras, folding=found.folding, lowered=found.lowered, folded_by=_about(kv, checkpoint))
@@ -127,8 +139,7 @@ def _refuse_misfit(path: Path, kv: KVScales, checkpoint: Checkpoint, model: Mode
 
 def _about(kv: KVScales, checkpoint: Checkpoint) -> dict[str, Any]:
     same = kv.source["digest"] in (checkpoint.digest, *origins(checkpoint))
-    return {"digest": kv.digest, "source": dict(kv.source), "same_source": same,
-            "tokens": kv.tokens, "headroom": kv.headroom}  # fmt: skip
+    return kv.identity() | {"same_source": same}
 
 
 def replaced(choices: list[Choice], extras: Extras) -> tuple[list[Choice], dict[str, str]]:

@@ -10,6 +10,7 @@ from phasefold import __version__
 from phasefold.calib.store import finish, write_layer
 from phasefold.formats.checkpoint import open_checkpoint
 from phasefold.formats.statistics import VERSION, Statistics, open_statistics
+from phasefold.quantize.fold import held
 
 
 def make_statistics(folder: Path, source: Path, layers: Mapping[int, Mapping[str, Tensor]], **about: Any) -> Statistics:
@@ -19,7 +20,7 @@ def make_statistics(folder: Path, source: Path, layers: Mapping[int, Mapping[str
     value: dict[str, Any] = {
         "version": VERSION,
         "tool": __version__,
-        "source": {"name": source.name, "digest": checkpoint.digest},
+        "source": {"name": source.name, "digest": checkpoint.digest, "folding": held(checkpoint)},
         "architecture": checkpoint.config["model_type"],
         "config": dict(checkpoint.config),
         "text": {"digest": "0" * 64, "files": 1, "documents": 1},

@@ -22,7 +22,8 @@ from phasefold.formats.kv_scales import KVScales
 from phasefold.formats.manifest import read_manifest
 from phasefold.quantize.convert import Result, convert
 from phasefold.quantize.extras import NO_EXTRAS, Extras, from_json
-from phasefold.quantize.kv import with_kv_scales
+from phasefold.quantize.fold import carried
+from phasefold.quantize.kv import with_folding, with_kv_scales
 from phasefold.quantize.plan import Plan, make_plan
 from phasefold.quantize.summary import inspect
 from phasefold.quantize.verify import verify
@@ -56,7 +57,8 @@ def manifest(tmp_path_factory: pytest.TempPathFactory):
 
 def planned(source: Path, recipe: str | Recipe, kv: KVScales | None, shard_bytes: int = 2_000_000) -> Plan:
     checkpoint = open_checkpoint(source)
-    extras = with_kv_scales(NO_EXTRAS, FILE, kv, checkpoint, identify(checkpoint.config)) if kv else NO_EXTRAS
+    start = carried(checkpoint)
+    extras = with_kv_scales(start, FILE, kv, checkpoint, identify(checkpoint.config)) if kv else start
     return make_plan(checkpoint, load(recipe) if isinstance(recipe, str) else recipe, shard_bytes, extras)
 
 
@@ -212,10 +214,19 @@ def test_folding_and_scales_do_not_go_together(manifest, tmp_path: Path) -> None
         make_plan(open_checkpoint(tmp_path / "scaled"), load("keep"), extras=folding)
     folds.folded(GLM4, tmp_path / "folded", folds.wanted("tiny-glm4"), "glm-prefill-fp8")
     held = open_checkpoint(tmp_path / "folded")
-    with pytest.raises(PlanError, match="is folded, its cache holds other values"):
-        with_kv_scales(NO_EXTRAS, FILE, kv, held, identify(held.config))
-    own = manifest(tmp_path / "folded")  # calibrated as it is
-    assert with_kv_scales(NO_EXTRAS, FILE, own, held, identify(held.config)).kv_scales
+    model = identify(held.config)
+    with pytest.raises(PlanError, match="is folded, and the scales were calibrated on tiny-glm4, which is not"):
+        with_kv_scales(NO_EXTRAS, FILE, kv, held, model)
+    own = manifest(tmp_path / "folded")  # calibrated as it is, and good for what is made of it
+    assert own.source["folding"] and with_kv_scales(NO_EXTRAS, FILE, own, held, model).kv_scales
+    made(tmp_path / "folded", tmp_path / "int4", "glm-decode-int4", own)
+    assert verify(tmp_path / "int4", tmp_path / "folded").problems == []
+    for take in (with_kv_scales, with_folding):
+        with pytest.raises(PlanError, match=r"calibrated on folded, which is folded, and .* is not"):
+            take(NO_EXTRAS, FILE, own, checkpoint, model)
+    folds.folded(GLM4, tmp_path / "other", {0: {"v": 2}}, "glm-prefill-fp8")
+    with pytest.raises(PlanError, match="is folded otherwise than folded"):
+        with_kv_scales(NO_EXTRAS, FILE, own, open_checkpoint(tmp_path / "other"), model)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.5, 0.3, math.inf, 2.0**-130])

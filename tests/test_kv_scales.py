@@ -341,6 +341,7 @@ FAULTS: list[tuple[str, Edit, str, bool]] = [
     ("tokens", lambda v: v.update(tokens=0), "tokens is 0", True),
     ("true is no number", lambda v: v.update(tokens=True), "tokens is True", True),
     ("source", lambda v: v.update(source="x"), "source is 'x', expected an object", True),
+    ("folding", lambda v: v["source"].update(folding={"0": {"k": 0.5}}), "source: folding is no map", True),
     ("layer lost", lambda v: v["layers"].pop(1), "layer 1 is missing", False),
     ("layer twice", lambda v: v["layers"].append(v["layers"][0]), "layers are not the model's", False),
     ("no layers", lambda v: v.update(layers=[]), "layer 0 is missing", True),
