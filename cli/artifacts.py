@@ -15,6 +15,7 @@ from . import draw
 from .options import (
     FoldFile,
     Json,
+    KvFile,
     Mtp,
     RecipeName,
     ShardSize,
@@ -78,13 +79,14 @@ def plan(
     stats: Stats = None,
     fold: FoldFile = None,
     unfold: Unfold = False,
+    kv: KvFile = None,
     shard_size: ShardSize = "5GB",
     as_json: Json = False,
 ) -> None:
     """What a conversion would write, to the byte. Reads headers only; with --fold or --unfold attention too."""
     from ..quantize.summary import plan_keys
 
-    made = planned(source, recipe, mtp, shard_size, open_stats(stats), fold=fold, unfold=unfold)
+    made = planned(source, recipe, mtp, shard_size, open_stats(stats), fold=fold, unfold=unfold, kv=kv)
     limits = tp_limits(made)
     if as_json:
         print_json(plan_keys(made) | {"largest_tp": limits})
@@ -100,6 +102,7 @@ def convert(
     stats: Stats = None,
     fold: FoldFile = None,
     unfold: Unfold = False,
+    kv: KvFile = None,
     workers: Workers = None,
     device: Annotated[
         Device, typer.Option(help="Where the packing runs; this version packs on the CPU.")
@@ -115,7 +118,7 @@ def convert(
         raise PlanError("device cuda: this version packs on the CPU; give --device cpu, or nothing")
     with ends_cleanly("interrupted; finished shards are kept, give the same command again to go on"):
         statistics = open_stats(stats)
-        made = planned(source, recipe, mtp, shard_size, statistics, fold=fold, unfold=unfold)
+        made = planned(source, recipe, mtp, shard_size, statistics, fold=fold, unfold=unfold, kv=kv)
         limits = tp_limits(made)
         total = sum(unit.source_bytes for unit in made.units())
         threads = workers or cores()

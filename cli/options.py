@@ -56,6 +56,10 @@ FoldFile = Annotated[
 Unfold = Annotated[
     bool, typer.Option("--unfold", help="Take the folding of a folded artifact out of the weights again.")
 ]
+KvFile = Annotated[
+    str | None,
+    typer.Option("--kv", metavar="FILE", help="What `kv` wrote: its scales become tensors, where vLLM reads any."),
+]
 ShardSize = Annotated[str, typer.Option(help="Largest size of an output shard, with a unit: 5GB, 4GiB.")]
 Artifact = Annotated[str, typer.Argument(metavar="ARTIFACT", help="Folder of a checkpoint, ours or anybody's.")]
 SharedFusion = Annotated[
@@ -92,6 +96,7 @@ def planned(
     *,
     fold: str | None = None,
     unfold: bool = False,
+    kv: str | None = None,
 ) -> Plan:
     from dataclasses import replace
 
@@ -105,7 +110,7 @@ def planned(
     if mtp is not None:
         wanted = replace(wanted, mtp=str(mtp))
     checkpoint = open_source(source)
-    extras = _folding(checkpoint, fold, unfold)
+    extras = _extras(checkpoint, fold, unfold, kv)
     if statistics:
         extras = replace(extras, statistics=statistics.identity())
     gc.disable()  # a plan is a million small values without a cycle: the collector would double its time
@@ -117,19 +122,23 @@ def planned(
     return made
 
 
-def _folding(checkpoint: Checkpoint, fold: str | None, unfold: bool) -> Extras:
-    """What a job does about folding: what `--fold` asks for, undo it, or carry on what the source has."""
+def _extras(checkpoint: Checkpoint, fold: str | None, unfold: bool, kv: str | None) -> Extras:
+    """What a job does about the cache: fold or unfold it, or carry on what the source has, with scales or without."""
     from ..families import identify
     from ..formats.kv_scales import read_kv_scales
     from ..quantize.extras import NO_EXTRAS, Extras
     from ..quantize.fold import carried, check_unfold
-    from ..quantize.kv import with_folding
+    from ..quantize.kv import with_folding, with_kv_scales
 
-    if fold is not None and unfold:
-        raise UsageError("--fold and --unfold: give one of the two")
+    asked = [name for name, value in (("--fold", fold), ("--unfold", unfold), ("--kv", kv)) if value]
+    if len(asked) > 1:
+        raise UsageError(f"{' and '.join(asked)}: give one of the {'two' if len(asked) == 2 else 'three'}")
     if fold is not None:
         file = Path(fold)
         return with_folding(NO_EXTRAS, file, read_kv_scales(file), checkpoint, identify(checkpoint.config))
+    if kv is not None:
+        file = Path(kv)
+        return with_kv_scales(carried(checkpoint), file, read_kv_scales(file), checkpoint, identify(checkpoint.config))
     return Extras(held=check_unfold(checkpoint)) if unfold else carried(checkpoint)
 
 
