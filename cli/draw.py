@@ -155,6 +155,8 @@ def served(result: Mapping[str, Any], prompts: list[str]) -> None:
     rows, kept, checks = result["kv"], result["kv_bytes_per_token"], result["counters"]
     pools = [f"{pool} {rows[pool]}, {kept[pool]:,} bytes a token" for pool in ("prefill", "decode")]
     print(f"KV rows: {'; '.join(pools)}")
+    if result.get("kv_scales"):
+        print(f"KV scales: those of the {result['kv_scales']}")
     print(f"{result['tokens']:,} tokens compared")
     print(f"page tags: {checks['checks']:,} compared, {checks['mismatches']:,} wrong")
     for error in result["errors"]:

@@ -101,21 +101,28 @@ def pair(
         int | None, typer.Option(min=2, help="With --run: tokens to generate for each prompt; 32 if not given.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="With --run: where, as torch names it; cpu if not given.")] = None,
+    kv: Annotated[
+        str | None, typer.Option(metavar="FILE", help="What `kv` wrote: --run stores fp8_e4m3 rows at its scales.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Do two artifacts belong together as the pools of one service? With --run they are served as a pair."""
     from ..serving.belong import belong
     from ..serving.judge import judge
+    from ..serving.kv_given import held_scales, judge_scales, scales_for
 
     run_only = {"--source": source, "--prompt": prompt, "--tokens": tokens, "--device": device}
     if not run and (useless := given(run_only)):
         raise UsageError(f"{useless}: only for pair --run; add --run, or leave it out")
     layout = _rows_of(kv_dtype) if run else ""
+    if kv is not None and layout not in ("", "fp8_e4m3"):
+        raise UsageError(f"--kv: {layout} rows are stored at no such scale; add --kv-dtype fp8_e4m3, or leave it out")
     gc.disable()  # see options.planned
     names = [str(runtime)] if runtime else ["vllm", "sglang"]
     folders = Path(prefill), Path(decode)
     findings: list[Finding] = []
     with pointing_to_check(*folders):
+        made, scales = scales_for(folders, Path(kv)) if kv is not None else (None, None)
         for name in names:
             pools = _pools(
                 name, tp, prefill_tp, decode_tp, ep, prefill_ep, decode_ep, sm, kv_dtype, page_size, attention_backend,
@@ -124,6 +131,8 @@ def pair(
             if run:  # D2 says of both pools what K5 says of each
                 findings += [finding for finding in judge(folders, pools)[0] if finding.rule != "K5"]
             findings += belong(*folders, *pools)
+            if made is not None:
+                findings += judge_scales(folders, pools, Path(str(kv)), made)
     findings = merged(findings)
     more: dict[str, Any] = {}
     stops = [f for f in findings if f.severity == "silent" or (f.severity == "error" and not f.rule.startswith("D"))]
@@ -134,11 +143,15 @@ def pair(
 
         gc.enable()
         asked = prompt or list(PROMPTS)
+        taken_from = "file" if scales is not None else "artifact"
+        if scales is None and layout == "fp8_e4m3":  # as vLLM does; that both hold the same, D4 has seen to
+            scales = held_scales(folders[0])
         with ends_cleanly("interrupted"):
             more = serve(
                 *folders, asked, tokens=tokens or 32, kv=layout, source=Path(source) if source else None,
-                page_size=page_size or 64, device=device or "cpu",
+                page_size=page_size or 64, device=device or "cpu", scales=scales,
             )  # fmt: skip
+        more["kv_scales"] = None if scales is None else taken_from
         if not as_json:
             draw.served(more, asked)
     closing = "" if run else "whether each of them loads is for `check` and `load` to say"
