@@ -19,7 +19,7 @@ from ..quantize.fold import Folding, folding_of, undoing
 from .deployment import Deployment, Finding
 from .identity import Norms, differing_folds, differing_norms, differing_side_files, kv_scales
 from .kv_layout import KVLayout, is_mla, kv_layout, kv_scheme
-from .samples import ONE_MORE, compare_weights
+from .samples import ONE_MORE, compare_weights, fitted
 
 # What config.json says of where it comes from, how it was trained or how it is stored, and nothing of the model.
 _IRRELEVANT = frozenset(
@@ -284,7 +284,8 @@ def _other_weights(first: _Pool, second: _Pool, one_source: bool, related: bool)
     """
     folds = undoing(first.model, first.folding), undoing(second.model, second.folding)
     slack = 0.0 if one_source else ONE_MORE
-    sample = compare_weights(first.model, first.checkpoint, second.checkpoint, folds, slack)
+    errors = fitted(first.manifest, second.manifest)
+    sample = compare_weights(first.model, first.checkpoint, second.checkpoint, folds, slack, errors)
     if not sample.differing:
         return None
     near = not one_source and (related or None in (first.manifest, second.manifest)) and sample.distance < _UNLIKE

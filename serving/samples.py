@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..families import Model
 from ..formats import Part, Shape, recognise
 from ..formats.checkpoint import Checkpoint, Reader
+from ..formats.manifest import Manifest
 from ..formats.mxfp4 import E2M1
 from ..quantize.blocks import Buffers, StoredMatrix
 from ..quantize.scaling import Scaling
@@ -28,6 +30,8 @@ _FLOATS = {"bf16": ("H", 2.0**-8), "f16": ("e", 2.0**-11), "f32": ("f", 2.0**-24
 #: relative, what one more rounding to FP8 adds: a release in BF16 beside INT4 made of its FP8 release
 ONE_MORE = 2.0**-4
 _FLOAT32 = 1e-5
+#: times the error of a whole matrix whose codes were fitted to its inputs: so far its sampled rows may be off
+_FITTED = 3.0
 
 
 Folds = Mapping[str, Scaling]
@@ -44,12 +48,28 @@ class Sample(NamedTuple):
     distance: float
 
 
+def fitted(*manifests: Manifest | None) -> dict[str, float]:
+    """Modules whose codes make up for each other's errors (GPTQ), and are not the nearest -> their relative error."""
+    found: dict[str, float] = {}
+    for manifest in filter(None, manifests):
+        for module, unit in manifest.units.items():
+            if len(unit) > 4 and str(unit[4]).startswith("gptq"):
+                found[module] = found.get(module, 0.0) + float(unit[3])
+    return found
+
+
 def compare_weights(
-    model: Model, first: Checkpoint, second: Checkpoint, folds: tuple[Folds, Folds] = ({}, {}), slack: float = 0.0
+    model: Model,
+    first: Checkpoint,
+    second: Checkpoint,
+    folds: tuple[Folds, Folds] = ({}, {}),
+    slack: float = 0.0,
+    errors: Mapping[str, float] = MappingProxyType({}),
 ) -> Sample:
     """Compare matrices that both hold in a known format. slack: relative, added to the intervals.
 
     folds: of each checkpoint, module -> the powers of two that undo its folding.
+    errors: see `fitted`; these matrices are judged by their distance.
 
     Raises CheckpointError where a shard cannot be read.
     """
@@ -70,7 +90,8 @@ def compare_weights(
                     room = width + other + (slack + _FLOAT32) * max(abs(a), abs(b))
                     apart, total = apart + (abs(a - b) > room), total + 1
                     error, norm = error + (a - b) ** 2, norm + max(a * a, b * b)
-            if apart > total * _APART or not math.isfinite(error):
+            allowed = (_FITTED * errors.get(module, 0.0)) ** 2 * norm
+            if (error > allowed if allowed else apart > total * _APART) or not math.isfinite(error):
                 differing.append(module)
                 distance = max(distance, math.sqrt(error / norm) if 0 < norm < math.inf else math.inf)
     finally:

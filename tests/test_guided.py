@@ -28,6 +28,8 @@ from phasefold.quantize.plan import Plan, make_plan
 from phasefold.quantize.summary import methods, result_keys
 from phasefold.quantize.verify import verify
 from phasefold.recipes import Recipe, load, parse
+from phasefold.serving.belong import belong
+from phasefold.serving.deployment import Deployment
 
 GLM4 = variants.EXAMPLES / "tiny-glm4"
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj"
@@ -336,6 +338,31 @@ def test_recipes_of_gptq() -> None:
         )
         with pytest.raises(RecipeError, match=words):
             make_plan(open_checkpoint(GLM4), wrong)
+
+
+def test_a_pair_of_an_fp8_and_a_gptq_artifact_belongs_together(folder, tmp_path: Path) -> None:
+    """GPTQ's codes are not the nearest ones; weights that were trained on, and other weights, are still found."""
+    statistics, at = folder(), Deployment("sglang", kv_dtype="bfloat16")
+    gptq = tmp_path / "gptq"
+    result = run(recipe("gptq"), statistics, gptq)
+    expert = EXPERT.format(0, "gate")  # the first of a kind is always among those that are looked at
+    assert result.manifest.units[expert][4] == "gptq"
+    tensors, config = variants.load(GLM4)
+
+    def prefill(name: str, **changed: torch.Tensor) -> Path:
+        source = variants.save(tmp_path / f"{name}-source", tensors | changed, config)
+        convert(make_plan(open_checkpoint(source), load("glm-prefill-fp8")), tmp_path / name)
+        return tmp_path / name
+
+    convert(make_plan(open_checkpoint(GLM4), load("glm-prefill-fp8")), tmp_path / "fp8")
+    assert belong(tmp_path / "fp8", gptq, at, at) == [] and belong(GLM4, gptq, at, at) == []
+    made = torch.Generator().manual_seed(0)
+    tuned = "model.layers.0.self_attn.o_proj.weight"
+    noise = torch.randn(tensors[tuned].shape, generator=made).bfloat16() * tensors[tuned].std() * 0.2
+    other = torch.randn(tensors[f"{expert}.weight"].shape, generator=made).bfloat16() * 0.02
+    for name, changed in {"tuned": {tuned: tensors[tuned] + noise}, "other": {f"{expert}.weight": other}}.items():
+        found = [one for one in belong(prefill(name, **changed), gptq, at, at) if "sampled differ" in one.message]
+        assert [(one.rule, one.subject) for one in found] == [("D5", next(iter(changed)))]
 
 
 def test_native_int4_needs_no_statistics(tmp_path: Path) -> None:
