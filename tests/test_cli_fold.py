@@ -64,6 +64,7 @@ def test_what_cannot_be_folded_is_told(tmp_path: Path) -> None:
     ("words", "code", "sentence"),
     [
         (("--fold", "FILE", "--unfold"), 2, "give one of the two"),
+        (("--fold", "FILE", "--kv", "FILE"), 2, "--fold and --kv: give one of the two"),
         (("--unfold",), 1, "nothing to unfold"),
         (("--fold", "nowhere.json"), 1, "nowhere.json"),
         (("--fold", "OTHER"), 1, "not of the model in"),
