@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,7 @@ def read_text(path: Path, tokenizer: Any, vocabulary: int, length: int, limit: i
     tokens: list[int] = []
     used: set[Path] = set()
     documents = empty = 0
-    for file, where, document in _documents(path):
-        if len(tokens) >= limit:
-            break
+    for file, where, document in _documents(path, limit * _CHARACTERS):
         used.add(file)
         if isinstance(document, str) and not document.strip():
             empty += 1
@@ -64,6 +63,8 @@ def read_text(path: Path, tokenizer: Any, vocabulary: int, length: int, limit: i
                 f"{where}: the tokenizer gives token {max(made)}, the model has {vocabulary:,}: it is not this model's"
             )
         documents, tokens = documents + 1, tokens + made
+        if len(tokens) >= limit:
+            break
     tokens = tokens[:limit]
     if len(tokens) < length:
         why = "--tokens asks for no more" if limit < length else "give more text, or a shorter --length"
@@ -117,17 +118,16 @@ def _encode(tokenizer: Any, document: str | Messages, where: str, wanted: int) -
         raise TextError(f"{where}: the chat template does not take these messages ({why})") from None
 
 
-def _documents(path: Path) -> Iterator[tuple[Path, str, str | Messages]]:
-    """File, where in it, and text or messages, of every document in order."""
+def _documents(path: Path, most: int) -> Iterator[tuple[Path, str, str | Messages]]:
+    """File, where in it, and text or messages, of every document in order. most: characters that are wanted of one."""
     for file in _files(path):
-        content = _read(file)
-        if not content.strip():
-            raise TextError(f"{file}: is empty; leave it out, or put text into it")
-        if file.suffix == ".txt":
-            yield file, str(file), content
-            continue
-        for where, row in _rows(file, content):
+        found = False
+        rows = {".txt": _whole, ".json": _list, ".jsonl": _lines}[file.suffix](file, most)
+        for where, row in rows:
+            found = True
             yield file, where, _document(row, where)
+        if not found:
+            raise TextError(f"{file}: is empty; leave it out, or put text into it")
 
 
 def _files(path: Path) -> list[Path]:
@@ -147,26 +147,43 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TextError(f"{file}: not UTF-8, at byte {error.start:,}; convert it first") from None
-    except OSError as error:
-        raise TextError(f"{file}: cannot be read ({error.strerror})") from None
+def _whole(file: Path, most: int) -> Iterator[tuple[str, Any]]:
+    """A .txt file as a row with its text, or with the beginning of it."""
+    with _reading(file), open(file, encoding="utf-8-sig", newline="") as opened:
+        content = opened.read(most)
+    if content.strip():
+        yield str(file), {"text": content}
 
 
-def _rows(file: Path, content: str) -> Iterator[tuple[str, Any]]:
-    """Where, and the value, of each row of a .jsonl file, or of the list that a .json file is."""
-    if file.suffix == ".json":
+def _list(file: Path, _: int) -> Iterator[tuple[str, Any]]:
+    """The rows of a .json file, which is a list."""
+    with _reading(file):
+        content = file.read_text(encoding="utf-8-sig")
+    if content.strip():
         value = _parse(content, str(file))
         if not isinstance(value, list):
             raise TextError(f"{file}: expected a list of objects, found {type(value).__name__}")
         yield from ((f"{file}: row {number}", row) for number, row in enumerate(value, 1))
-        return
-    for number, line in enumerate(content.split("\n"), 1):
-        if line.strip():
-            yield f"{file}: line {number}", _parse(line, f"{file}: line {number}")
+
+
+def _lines(file: Path, _: int) -> Iterator[tuple[str, Any]]:
+    """The rows of a .jsonl file, one after the other: it may be large."""
+    with _reading(file), open(file, encoding="utf-8-sig", newline="\n") as opened:
+        for number, line in enumerate(opened, 1):
+            if line.strip():
+                yield f"{file}: line {number}", _parse(line, f"{file}: line {number}")
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Say which file it is that cannot be read."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        shown = bytes(error.object[error.start : error.start + 4]).hex(" ")
+        raise TextError(f"{file}: not UTF-8 (bytes {shown}); convert it first") from None
+    except OSError as error:
+        raise TextError(f"{file}: cannot be read ({error.strerror})") from None
 
 
 def _parse(content: str, where: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -59,6 +60,10 @@ def calibrate(
 
     Given again after an interruption, the same command goes on at the layer where it stopped.
     """
+    for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        # of torch's CPU kernels, which keep up to 0.5 MB for each number of rows that they meet, 1024 of them: and
+        # experts meet every number. Read once, when torch is first used.
+        os.environ.setdefault(cache, "16")
     with ends_cleanly("interrupted; finished layers are kept, give the same command again to go on"):
         limit = size_of(memory)
         checkpoint = open_source(source)

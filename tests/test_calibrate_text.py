@@ -106,7 +106,7 @@ def test_each_has_its_sentence(tmp_path: Path, name: str, content: str, sentence
 
 def test_other_encodings_missing_files_and_small_limits(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"gr\xf6sser " * 100)
-    with pytest.raises(TextError, match=r"latin\.txt: not UTF-8, at byte 2; convert it first"):
+    with pytest.raises(TextError, match=r"latin\.txt: not UTF-8 \(bytes f6 73 73 65\); convert it first"):
         read(tmp_path / "latin.txt")
     with pytest.raises(TextError, match="no such file or folder"):
         read(tmp_path / "nowhere")
@@ -143,3 +143,16 @@ def test_tokenizers_that_are_not_there_or_not_to_be_run(tmp_path: Path) -> None:
     write(code / "tokenizer.json", "{}")
     with pytest.raises(TextError, match="its tokenizer cannot be loaded"):
         load_tokenizer(code)
+
+
+def test_no_more_of_a_file_is_read_than_is_wanted(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", WORDS * 100)
+    with open(path, "ab") as file:
+        file.write(b"\xff")  # never come to: 32 tokens take no more than 2,048 characters
+    assert read(path, limit=32).blocks.flatten().tolist() == ids(WORDS)[:32]
+    rows = write(tmp_path / "a.jsonl", json.dumps({"text": WORDS}) + "\n")
+    with open(rows, "ab") as file:
+        file.write(b" " * 100_000 + b"\n\xff\n")
+    assert read(rows, limit=32).blocks.flatten().tolist() == ids(WORDS)[:32]
+    with pytest.raises(TextError, match=r"a\.jsonl: not UTF-8 \(bytes ff 0a\)"):
+        read(rows)
