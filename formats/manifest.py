@@ -23,12 +23,13 @@ class Manifest:
     """The content of phasefold.json.
 
     tool: version of phasefold. phase: "prefill", "decode" or "any".
-    source: name, digest (of headers and config), tensors, total_size, origins (digests of what it was made from itself).
+    source: name, digest (of headers and config), tensors, total_size, origins (digests of what it was made from).
     recipe: as `Recipe.to_json`.
     plan: digest of the job; shard_bytes: the limit that the shards were cut by; output_bytes: sum of all tensors.
     files: every file beside this one -> {"bytes", "sha256"}.
     units: every module -> [action, source format, target format, relative error]; the error is ||w - w'|| / ||w||
-        (Frobenius) with four digits, 0.0 where nothing changed.
+        (Frobenius) with four digits, 0.0 where nothing changed. Where statistics guide a unit, a fifth entry says what
+        its codes come from (`quantize.guide.METHODS`).
     dropped: source tensor -> reason. scales: counts of denormal scales and of all-zero blocks that were met.
     notes: what whoever serves the artifact must know.
     extras: what the job took besides source and recipe: statistics, folding, KV scales.

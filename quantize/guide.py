@@ -124,14 +124,16 @@ class Guide:
     def __init__(self, statistics: Statistics, workers: int) -> None:
         self.statistics = statistics
         self._factors = _Latest[str, "tuple[Factors | None, bool] | None"](workers)
-        self._pools = _Latest[str, "Tensor | None"](workers)
+        self._pooled = _Latest[str, "tuple[Factors | None, bool] | None"](2)  # workers may be in two layers
+        self._moments = _Latest[str, "Tensor | None"](2)
 
     def columns(self, module: str) -> Columns | None:
         """Weights for the search; None where no token has reached the module and nothing stands for it."""
         import torch
 
         own, tokens = self._read(f"{module}.second_moment", squares=True), self.statistics.tokens(module)
-        pool = self._pools.get(input_of(module), lambda: self._pooled_moment(module)) if _shares(module) else None
+        name = pool_of(module) if _shares(module) else None
+        pool = self._moments.get(name, lambda: self._pooled_moment(name)) if name else None
         if own is None or tokens == 0:
             if pool is None:
                 return None
@@ -179,8 +181,12 @@ class Guide:
 
         The factors are None where a Hessian has none.
         """
-        key = input_of(module)
-        return self._factors.get(key, lambda: self._factor(module)) if _shares(module) else self._factor(module)
+        if not _shares(module):
+            return self._factor(module)
+        source = input_of(module)
+        if f"{source}.hessian" in self.statistics.files:
+            return self._factors.get(source, lambda: self._factor(module))
+        return self._pooled.get(str(pool_of(module)), lambda: self._factor(module))
 
     def _factor(self, module: str) -> tuple[Factors | None, bool] | None:
         from .gptq import factor, shrink
@@ -199,9 +205,8 @@ class Guide:
             own = self._read(f"{pool_of(module)}.heldout")
         return own if own is not None and len(own) else None
 
-    def _pooled_moment(self, module: str) -> Tensor | None:
+    def _pooled_moment(self, pool: str) -> Tensor | None:
         """Mean of x^2 over all tokens of all experts of the layer, float64; None where there were none."""
-        pool = str(pool_of(module))
         if (hessian := self._read(f"{pool}.hessian")) is not None:
             return hessian.diagonal().double()
         stem, leaf = pool.removesuffix(pool[pool.rindex(".pool.") :]), pool.rpartition(".")[2]
@@ -243,6 +248,7 @@ class _Latest(Generic[Key, Made]):
                 future = self._held[key] = Future()
                 while len(self._held) > self._size:
                     self._held.popitem(last=False)
+            self._held.move_to_end(key)
         if mine:
             try:
                 future.set_result(make())

@@ -203,6 +203,17 @@ def test_experts_that_no_token_reached(folder, tmp_path: Path) -> None:
     assert "codes of 141 by the weighted search, 2 by the search weighted by the layer's pool, 1 by the search" in said
 
 
+def test_a_hessian_is_factored_once_for_all_that_share_it(folder, tmp_path: Path, monkeypatch) -> None:
+    """gate and up of an expert; all experts that have the pool's only. Also by three workers at a time."""
+    from phasefold.quantize import gptq
+
+    few = {f"{EXPERT.format(expert, 'gate')}.hessian": None for expert in range(4, 12)}
+    asked, factor = [], gptq.factor
+    monkeypatch.setattr(gptq, "factor", lambda *given: asked.append(len(given[0])) or factor(*given))
+    result = run(recipe("gptq"), folder(**few), tmp_path / "out", workers=3)
+    assert counted(result)["gptq-pool"] >= 15 and Counter(asked) == {256: 8 + 1, 128: 16}
+
+
 def test_weights_of_channels_are_never_zero(folder) -> None:
     module = EXPERT.format(2, "down")
     moment = torch.zeros(128)
