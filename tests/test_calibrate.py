@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sparse
 import torch
 import variants
 from calibrated import (
@@ -15,6 +16,7 @@ from calibrated import (
     job_of,
     last_hidden,
     logits_of,
+    made_text,
     random_variant,
 )
 from engines import one_thread  # noqa: F401  (autouse)
@@ -23,10 +25,11 @@ from transformers import DynamicCache
 from phasefold.calib.forward import Forward
 from phasefold.calib.model import Source
 from phasefold.calib.rows import Rows
-from phasefold.calib.run import Job, calibrate
+from phasefold.calib.run import Job, Options, calibrate
 from phasefold.calib.summary import quantile, summary
 from phasefold.errors import CheckpointError, LoadError, PlanError
 from phasefold.families import identify
+from phasefold.formats.checkpoint import open_checkpoint
 from phasefold.formats.statistics import cache_bins, open_statistics
 
 BASES = ("tiny-kimi", "tiny-glm4", "tiny-glm5")
@@ -132,6 +135,35 @@ def test_weights_are_let_go_before_the_next_ones_come(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Source, "load_layer", watched)
     calibrate(job_of(variants.EXAMPLES / "tiny-kimi"), tmp_path / "out")
     assert len(held) > 100 and most == 0
+
+
+# what is in memory at a time, and in how many layers it fits 16 GB with 128 x 2,048 tokens
+PUBLISHED = {
+    "zai-org/GLM-5.2-FP8": (24.4, 5.2, 3), "zai-org/GLM-4.5-Air": (10.5, 6.1, 46),
+    "zai-org/GLM-4.7-Flash": (2.8, 1.7, 47), "moonshotai/Moonlight-16B-A3B": (2.6, 1.5, 27),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("release", PUBLISHED)
+def test_published_releases_find_their_places_in_transformers(tmp_path: Path, release: str) -> None:
+    sparse.write(release, tmp_path / "source")
+    source = Source(open_checkpoint(tmp_path / "source"))
+    job = Job(source, made_text(128, 2048), Options())
+    whole, single, layers = PUBLISHED[release]
+    need = job.needs[-1]
+    assert need.single is not None and (round(need.whole / 1e9, 1), round(need.single / 1e9, 1)) == (whole, single)
+    assert job.whole.count(True) == layers
+    for layer, module in enumerate(Forward(source, torch.bfloat16, "cpu").layers):
+        expected = {name for name in module.state_dict() if ".experts." not in name}
+        local = {source._local(item, layer) for item in source.layers[layer]}
+        assert expected == {name for name in local if ".experts." not in name}, layer
+        experts = source.experts(layer)
+        assert (experts is None) == (not hasattr(module.mlp, "experts"))
+        if experts:
+            gate, _, down = experts.items[0]
+            shape = module.mlp.experts.gate_up_proj.shape
+            assert shape == (len(experts.items), 2 * gate.shape[0], gate.shape[1])
+            assert module.mlp.experts.down_proj.shape == (len(experts.items), *down.shape)
 
 
 # the statistics

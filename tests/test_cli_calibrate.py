@@ -12,6 +12,7 @@ import pytest
 import variants
 from engines import TEXT
 
+import phasefold.cli.draw as draw
 from phasefold.formats.statistics import open_statistics
 
 TINY = str(variants.EXAMPLES / "tiny-glm5")
@@ -114,3 +115,19 @@ def test_it_ends_cleanly_and_goes_on(tmp_path: Path, text: str, number: signal.S
     assert "interrupted; finished layers are kept" in errors and "Traceback" not in errors
     told = json.loads(run(*words, "--json").stdout)
     assert 1 <= told["resumed_layers"] < 4 and told["layers"] == 4
+
+
+def test_progress_tells_layers_speed_and_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(draw.time, "monotonic", lambda: now)
+    with draw.passes("calibrating", 4, 6000, quiet=False) as advance:
+        assert advance is not None
+        advance(6000.0)  # a layer was done before
+        for seconds in (30, 30, 30):
+            now += seconds
+            advance(3000.0)
+    assert capsys.readouterr().err == "calibrating: layer 3/4, 25 tokens/s, 2 min left\n"
+    with draw.passes("calibrating", 4, 6000, quiet=True) as advance:
+        assert advance is None
