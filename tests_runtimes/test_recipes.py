@@ -44,9 +44,6 @@ def recipes_for(base: str) -> list[str]:
 CASES = [(base, kind, recipe) for base, kinds in KINDS.items() for kind in kinds for recipe in recipes_for(base)]
 
 
-CASES = [(base, kind, recipe) for base, kinds in KINDS.items() for kind in kinds for recipe in recipes_for(base)]
-
-
 @pytest.mark.parametrize(("base", "kind", "recipe"), CASES)
 def test_every_tensor_lands_and_every_parameter_is_written(
     ask: Callable[..., Dry], artifact: Callable[..., Path], base: str, kind: str, recipe: str
