@@ -123,7 +123,8 @@ def convert(
         total = sum(unit.source_bytes for unit in made.units())
         threads = workers or cores()
         sizes = (
-            f"{draw.size(made.checkpoint.total_size)} -> {draw.size(made.output_bytes)}, {len(made.shards):,} shards"
+            f"{draw.size(made.checkpoint.total_size)} -> {draw.size(made.output_bytes)}, "
+            f"{draw.many(len(made.shards), 'shard')}"
         )
         if not as_json:
             notes = (*made.notes, draw.limits(limits), *draw.gptq(made))

@@ -162,21 +162,17 @@ def _roles(source: Opened, wanted: str) -> tuple[str, ...]:
 def _begin(source: str, out: str, job: Any) -> None:
     """What will be run, and what it takes."""
     text, options = job.text, job.options
-    left = [f"{_many(text.left_over, 'token')} behind the last whole sequence left out"] if text.left_over else []
-    left += [f"{_many(text.empty, 'empty document')} passed over"] if text.empty else []
+    left = [f"{draw.many(text.left_over, 'token')} behind the last whole sequence left out"] if text.left_over else []
+    left += [f"{draw.many(text.empty, 'empty document')} passed over"] if text.empty else []
     draw.say(
         f"{source} -> {out}: {job.tokens:,} tokens in {job.sequences:,} sequences of {job.length:,}, of "
-        f"{_many(text.documents, 'document')}; {job.tokens - job.training:,} of them are held out"
+        f"{draw.many(text.documents, 'document')}; {job.tokens - job.training:,} of them are held out"
     )
     for note in left:
         draw.say(f"note: {note}")
     apart = job.whole.count(False)
     ways = f"{apart} of {len(job.whole)} layers expert by expert" if apart else "each layer whole"
     draw.say(f"{options.dtype} on {options.device}, {ways}, needs {draw.size(job.disk)} of disk at most")
-
-
-def _many(count: int, thing: str) -> str:
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def _end(out: str, told: dict[str, Any], layers: int) -> None:
