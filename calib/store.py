@@ -6,9 +6,10 @@ bytes, whoever wrote them and however often the job was interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ class LayerWriter:
         header, _ = make_header((name, dtype, shape) for name, (dtype, shape, _) in order)
         path = self.folder / layer_file(self.layer)
         partial, digest, size = path.with_name(path.name + PARTIAL), hashlib.sha256(header), len(header)
-        with writing(self.folder):
+        with writing(self.folder), _removed_on_error(partial):
             self._file.flush()
             with open(partial, "wb") as file:
                 os.fchmod(file.fileno(), 0o644)
@@ -92,8 +93,19 @@ class LayerWriter:
 
     def close(self) -> None:
         """Let go of what was gathered; also where the layer was given up."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk, that has been told of: closing would write the rest
+            self._file.close()
         self._gathered.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _removed_on_error(path: Path) -> Iterator[None]:
+    """Leave nothing of a file that could not be finished: a folder that is given up must not be a stranger's."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def write_layer(

@@ -79,6 +79,8 @@ class Work:
                 raise ResumeError(f"{self.out}: another process is working on it") from None
             except OSError as error:
                 raise PlanError(f"{self.out}: cannot be locked ({error.strerror}); give another file system") from None
+            if self.finished() is not None:  # asked anew: another process may have had the folder since
+                raise ResumeError(f"{self.out}: another process has just finished it; give the same command again")
             self._note()
             yield
         finally:
@@ -124,7 +126,10 @@ class Work:
                 path.unlink()
 
     def remove(self) -> None:
-        """The job is done: nothing but the statistics is left."""
+        """The job is done, or given up with nothing to go on with: nothing but finished statistics is left."""
+        if not (self.out / STATISTICS).exists():
+            for path in self.out.glob("layer-*"):
+                path.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         flush_folder(self.out)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from engines import one_thread  # noqa: F401  (autouse)
 
 import phasefold.quantize.output as output
 from phasefold.calib.run import calibrate
+from phasefold.calib.work import Work
 from phasefold.errors import PlanError, ResumeError
 
 TINY = variants.EXAMPLES / "tiny-glm5"
@@ -158,6 +160,36 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: P
     with pytest.raises(PlanError, match=r"needs \d+ MB more, the disk has \d+ MB free"):
         calibrate(job, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lacking", [100, 4_000, 200_000])
+def test_a_disk_that_is_full_in_the_first_layer_leaves_the_folder_free(tmp_path: Path, lacking: int) -> None:
+    """Whether it is the layer's file, the last bytes of what is gathered for it, or most of that."""
+    wanted = calibrated(TINY, tmp_path / "whole")
+    size = (tmp_path / "whole" / "layer-00000.safetensors").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - lacking, before[1]))
+    try:
+        with pytest.raises(PlanError, match=r"out: cannot be written \(File too large\)"):
+            calibrate(job_of(TINY), tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert content(tmp_path / "out") == {}
+    assert calibrate(job_of(TINY), tmp_path / "out").about == wanted.about
+
+
+def test_a_folder_that_another_job_took_in_between_is_refused(tmp_path: Path) -> None:
+    first, second = (job_of(TINY, sequences=count) for count in (9, 10))
+    ours, theirs = (Work(tmp_path / "out", job.identity, job.source.checkpoint) for job in (first, second))
+    assert ours.finished() is None and theirs.finished() is None  # both ask before either has begun
+    with theirs.claimed():
+        pass
+    with pytest.raises(ResumeError, match=r"belongs to another job \(text\.digest differs\)"), ours.claimed():
+        pass
+    calibrate(second, tmp_path / "out")
+    with pytest.raises(ResumeError, match="another process has just finished it"), theirs.claimed():
+        pass
+    assert calibrate(second, tmp_path / "out").resumed == 4
 
 
 @pytest.mark.parametrize("experts", ["together", "apart"])
