@@ -69,7 +69,7 @@ def notes(checkpoint: Checkpoint, recipe: str, units: list[Unit], statistics: Ma
 
 
 def _command(checkpoint: Checkpoint, roles: list[str]) -> str:
-    hessians = "".join(f" --hessians {role}" for role in roles)
+    hessians = f" --hessians {','.join(roles)}" if roles else ""
     return f"phasefold calibrate {checkpoint.folder} --text TEXT --out STATS{hessians}"
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -299,6 +300,10 @@ def test_statistics_that_do_not_fit_are_refused(folder, layers: Layers, tmp_path
         make_plan(open_checkpoint(GLM4), load("glm-decode-int4-g128-gptq"))
     with pytest.raises(PlanError, match=r"there are none; make them with `phasefold calibrate .* --out STATS`, then"):
         make_plan(open_checkpoint(GLM4), load("glm-decode-int4-g128-imatrix"))
+    rule = replace(recipe("gptq").rules[0], roles=("routed_expert", "shared_expert"))
+    both = replace(recipe("gptq"), rules=(rule,))
+    with pytest.raises(PlanError, match="--hessians routed_expert,shared_expert`"):  # the option takes one list
+        make_plan(open_checkpoint(GLM4), both)
     with pytest.raises(PlanError, match="none are given"):
         convert(planned(recipe("gptq"), statistics), tmp_path / "out")
     other = folder("other", **{f"{EXPERT.format(0, 'gate')}.tokens": torch.tensor(5)})
