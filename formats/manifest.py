@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,9 +75,38 @@ def read_manifest(folder: Path) -> Manifest:
         raise VerifyError(f"{path}: altered: its content does not match its own digest")
     del value["version"]
     try:
-        return Manifest(**value)
+        made = Manifest(**value)
     except TypeError as error:
         raise VerifyError(f"{path}: {error}") from None
+    if wrong := _wrong(made):
+        raise VerifyError(f"{path}: {wrong}")
+    return made
+
+
+def _wrong(made: Manifest) -> str | None:
+    """What readers rely on besides the keys: a matching digest says only that nothing changed since."""
+    for key in ("source", "recipe", "files", "units", "dropped", "scales", "extras"):
+        if not isinstance(getattr(made, key), dict):
+            return f"{key} is no object"
+    if not isinstance(made.source.get("digest"), str) or not isinstance(made.source.get("origins", []), list):
+        return "source has no digest, or origins are no list"
+    if not all(isinstance(e, dict) and type(e.get("bytes")) is int for e in made.files.values()):
+        return "a file has no size"
+    if not all(isinstance(unit, list) and len(unit) >= 4 for unit in made.units.values()):
+        return "a unit does not say what became of it"
+    if not is_folding(made.extras.get("folding", {})) or not is_folding(made.extras.get("held", {})):
+        return "extras: folding is no map from layers and parts to exponents"
+    return None
+
+
+def is_folding(value: object) -> bool:
+    """Whether a value is a folding: decoder layer, in decimal digits -> cached part -> exponent, from -64 to 64."""
+    return isinstance(value, dict) and all(
+        re.fullmatch(r"0|[1-9][0-9]{0,5}", layer)
+        and isinstance(parts, dict)
+        and all(type(exponent) is int and abs(exponent) <= 64 for exponent in parts.values())
+        for layer, parts in value.items()
+    )
 
 
 def _digest(value: Mapping[str, Any]) -> str:

@@ -21,13 +21,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CheckpointError
-from .checkpoint import parse_header, parse_json, read_file, read_header
+from .checkpoint import Stored, parse_header, parse_json, read_file, read_header
+from .manifest import is_folding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +38,11 @@ STATISTICS = "statistics.json"
 VERSION = 1
 #: magnitudes of BF16: exponent and mantissa without the sign
 BINS = 1 << 15
+#: what a tensor is, by the last component of its name: dtype and number of dimensions
+_KINDS = {
+    "tokens": ("I64", 0), "amax": ("F32", 0), "histogram": ("I64", 1), "second_moment": ("F32", 1),
+    "hessian": ("F32", 2), "heldout": ("F32", 2), "expert_tokens": ("I64", 1),
+}  # fmt: skip
 #: matrices that read what another one reads, by the last component of their names
 _SAME_INPUT = {"up_proj": "gate_proj", "w3": "w1"}
 
@@ -123,7 +130,10 @@ class Statistics:
     def tokens(self, module: str) -> int:
         """Tokens behind a module's (or a pool's) statistics; 0 where none reached it or none are kept."""
         found = self.read(f"{module}.tokens")
-        return 0 if found is None else int(found)
+        count = 0 if found is None else int(found)
+        if count < 0:
+            raise CheckpointError(f"{self.folder}: {module}.tokens is {count}; calibrate again")
+        return count
 
     def second_moment(self, module: str) -> Tensor | None:
         """F32 [in], mean of x^2 of each input channel; None where no token reached the module."""
@@ -145,6 +155,17 @@ class Statistics:
             return None
         return CacheStatistics(int(found[0]), float(found[1]), found[2], found[3])
 
+    def check_file(self, file: str) -> None:
+        """CheckpointError unless a file's bytes are those that `calibrate` left. Reads all of it."""
+        wanted = next(layer["sha256"] for layer in self.about["layers"] if layer["file"] == file)
+        try:
+            with open(self.folder / file, "rb") as opened:
+                found = hashlib.file_digest(opened, "sha256").hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"{self.folder / file}: cannot be read ({error.strerror})") from None
+        if found != wanted:
+            raise CheckpointError(f"{self.folder / file}: altered, its sha256 is not {STATISTICS}'s; calibrate again")
+
 
 def about_digest(about: Mapping[str, Any]) -> str:
     """sha256 of statistics.json's content but for the digest itself."""
@@ -155,7 +176,7 @@ def about_digest(about: Mapping[str, Any]) -> str:
 def open_statistics(folder: Path) -> Statistics:
     """Read statistics.json and the headers of its files. Raises CheckpointError on anything that is not right.
 
-    The files' bytes are not hashed here; `layers` in statistics.json has their sha256.
+    The files' bytes are not hashed here, see `check_file`: Hessians may be terabytes.
     """
     path = folder / STATISTICS
     if not path.exists():
@@ -165,11 +186,43 @@ def open_statistics(folder: Path) -> Statistics:
         raise CheckpointError(f"{path}: version {about.get('version')!r}, this phasefold reads version {VERSION}")
     if about.get("digest") != about_digest(about):
         raise CheckpointError(f"{path}: altered: its content does not match its own digest; calibrate again")
+    if wrong := _wrong(about):
+        raise CheckpointError(f"{path}: {wrong}; calibrate again")
     files: dict[str, str] = {}
     for layer in about["layers"]:
-        file = str(layer["file"])
+        file = layer["file"]
         size, raw = read_header(folder / file)
         if size != layer["bytes"]:
             raise CheckpointError(f"{folder / file}: has {size:,} bytes, {STATISTICS} says {layer['bytes']:,}")
-        files |= {name: file for name, _ in parse_header(raw, size, file, folder / file)}
+        for name, stored in parse_header(raw, size, file, folder / file):
+            if name in files or not _is_kind(name, stored):
+                what = f"stands in {files[name]}, too" if name in files else f"is {stored.dtype} {list(stored.shape)}"
+                raise CheckpointError(f"{folder / file}: {name} {what}, which no statistic is; calibrate again")
+            files[name] = file
     return Statistics(folder, about, files)
+
+
+def _is_kind(name: str, stored: Stored) -> bool:
+    return _KINDS.get(name.rpartition(".")[2]) == (stored.dtype, len(stored.shape))
+
+
+def _wrong(about: Mapping[str, Any]) -> str | None:
+    """What is wrong with statistics.json, in words: a matching digest says only that nothing changed since."""
+    source, text, layers = about.get("source"), about.get("text"), about.get("layers")
+    if not isinstance(source, dict) or not all(isinstance(source.get(key), str) for key in ("name", "digest")):
+        return "source has no name and digest"
+    if not is_folding(source.get("folding", {})):
+        return "source.folding is no map from layers and parts to exponents"
+    if not isinstance(text, dict) or not isinstance(text.get("digest"), str):
+        return "text has no digest"
+    if type(about.get("tokens")) is not int or about["tokens"] < 1:
+        return "tokens is no number of tokens"
+    if not isinstance(layers, list) or not layers:
+        return "layers is no list of layers"
+    for number, layer in enumerate(layers):
+        file = layer.get("file") if isinstance(layer, dict) else None
+        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
+            return f"layers[{number}] names no safetensors file in this folder"
+        if type(layer.get("bytes")) is not int or not isinstance(layer.get("sha256"), str):
+            return f"layers[{number}] has no bytes and sha256"
+    return None

@@ -126,6 +126,7 @@ class Guide:
         self._factors = _Latest[str, "tuple[Factors | None, bool] | None"](workers)
         self._pooled = _Latest[str, "tuple[Factors | None, bool] | None"](2)  # workers may be in two layers
         self._moments = _Latest[str, "Tensor | None"](2)
+        self._whole = _Latest[str, None](1 << 16)  # files whose bytes were looked through
 
     def columns(self, module: str) -> Columns | None:
         """Weights for the search; None where no token has reached the module and nothing stands for it."""
@@ -221,6 +222,8 @@ class Guide:
 
     def _read(self, name: str, *, squares: bool = False) -> Tensor | None:
         """A tensor of the folder, looked through. Raises CheckpointError where it cannot be what its name says."""
+        if (file := self.statistics.files.get(name)) is not None:
+            self._whole.get(file, lambda: self.statistics.check_file(file))
         found = self.statistics.read(name)
         if found is not None and not (bool(found.isfinite().all()) and not (squares and bool((found < 0).any()))):
             what = "not finite" if not bool(found.isfinite().all()) else "negative"

@@ -324,6 +324,19 @@ def test_statistics_that_do_not_fit_are_refused(folder, layers: Layers, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_statistics_whose_bytes_changed_are_refused(folder, tmp_path: Path) -> None:
+    """One bit, finite before and after: nothing else could tell."""
+    statistics = folder()
+    path = tmp_path / "stats" / "layer-00001.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-2] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(
+        CheckpointError, match=r"layer-00001\.safetensors: altered, its sha256 is not statistics\.json's"
+    ):
+        run(recipe("search"), statistics, tmp_path / "out")
+
+
 def test_a_job_goes_on_with_its_own_statistics_only(folder, tmp_path: Path) -> None:
     statistics = folder()
     other = folder("other", **{f"{EXPERT.format(0, 'gate')}.tokens": torch.tensor(5)})
