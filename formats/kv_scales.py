@@ -19,15 +19,18 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 from .checkpoint import parse_json, read_file
+from .manifest import is_folding
 
 VERSION = 1
 KV_DTYPE = "fp8_e4m3"
 RUNTIMES = ("vllm", "sglang")
 #: largest finite e4m3
 E4M3_MAX = 448.0
+#: largest float32, which all numbers in the file stay below
+_MOST = (2 - 2**-23) * 2.0**127
 
 _AGAIN = "make it again with `phasefold kv`"
-_TENSOR = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.([kv])_scale")
+_TENSOR = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.self_attn\.([kv])_scale")
 
 
 class Loss(NamedTuple):
@@ -172,8 +175,7 @@ def _read(value: dict[str, Any]) -> KVScales:
     _keys(source, ("name", "digest", "folding"), "source")
     if not isinstance(source["name"], str) or not isinstance(source["digest"], str):
         raise _Wrong("source: name and digest are not text")
-    parts = source["folding"].values() if isinstance(source["folding"], dict) else (None,)
-    if not all(isinstance(part, dict) and all(type(e) is int for e in part.values()) for part in parts):
+    if not is_folding(source["folding"]):
         raise _Wrong("source: folding is no map from layers and parts to exponents")
     for key, least in (("tokens", 1), ("num_layers", 1), ("mtp_layers", 0), ("indexer_bytes_per_token", 0)):
         _count(value[key], key, least)
@@ -194,10 +196,11 @@ def _read(value: dict[str, Any]) -> KVScales:
     if not isinstance(value["layers"], list):
         raise _Wrong("layers is no list")
     layers = tuple(_layer(item) for item in value["layers"])
-    wanted = [number for number in range(value["num_layers"]) if number not in without]
-    if [layer.layer for layer in layers] != wanted:
-        gone = [number for number in wanted if number not in {layer.layer for layer in layers}]
-        raise _Wrong(f"layer {gone[0]} is missing" if gone else "layers are not the model's, each once and in order")
+    told = {layer.layer for layer in layers} | set(without)
+    if (gone := next((number for number in range(value["num_layers"]) if number not in told), None)) is not None:
+        raise _Wrong(f"layer {gone} is missing")
+    if [layer.layer for layer in layers] != [n for n in range(value["num_layers"]) if n not in without]:
+        raise _Wrong("layers are not the model's, each once and in order")
     _runtimes(value["runtimes"], layers)
     lists = {"notes": tuple(notes), "layers_without_cache": tuple(without), "layers": layers}
     return KVScales(**(value | lists))
@@ -224,6 +227,8 @@ def _part(value: Any, where: str) -> PartScale:
     heads, width, tokens = (_count(value[key], f"{where}: {key}", 1) for key in counts)
     amax, p999, p9999, rms = (_number(value[key], f"{where}: {key}") for key in ("amax", "p99.9", "p99.99", "rms"))
     scale = _power(value["scale"], f"{where}: scale")
+    if min(p999, p9999, rms) < 0:
+        raise _Wrong(f"{where}: a quantile or rms of magnitudes is negative")
     if not 0 < amax <= E4M3_MAX * scale:
         raise _Wrong(f"{where}: amax is {amax}, which scale {scale} does not hold: it would clip")
     row = None if value["at_row_scale"] is None else _loss(value["at_row_scale"], f"{where}: at_row_scale")
@@ -282,6 +287,8 @@ def _count(value: Any, where: str, least: int) -> int:
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _Wrong(f"{where} is {_shown(value)}, expected a number")
+    if abs(value) > _MOST:
+        raise _Wrong(f"{where} is larger than any float32")
     return float(value)
 
 
