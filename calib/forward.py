@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import LoadError
-from .model import DtypePlan, Source, version
+from .model import DtypePlan, Source, no_errors_of_config, version
 
 ATTENTION = "sdpa"  # transformers' own choice where nothing is said
 EXPERTS = "eager"  # one expert after the other, each on its own tokens: so they can be given weights one by one
@@ -48,7 +48,7 @@ class Forward:
 
         classes: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
         self.source, self.dtype, self.device = source, dtype, device
-        with torch.device("meta"):
+        with torch.device("meta"), no_errors_of_config():
             self.model = classes[type(source.config)]._from_config(
                 source.config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation=EXPERTS
             )

@@ -6,6 +6,7 @@ the language model and are left out; anything else that does not find its place 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator
@@ -59,9 +60,19 @@ def check_device(device: str) -> None:
         raise LoadError(f"device {device!r}: this torch cannot use it ({why}); cpu always works") from None
 
 
+@contextlib.contextmanager
+def no_errors_of_config() -> Iterator[None]:
+    """What transformers makes of a config.json that it does not take, in one line: it can fail in any way."""
+    try:
+        yield
+    except Exception as error:
+        why = " ".join(str(error).split())[:200]
+        raise LoadError(f"config.json: {version()} does not take it ({type(error).__name__}: {why})") from None
+
+
 def text_config(model: Model) -> Any:
     """The language model's config as transformers' own class, without any quantization: weights come decoded."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto import modeling_auto
 
     classes: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -71,15 +82,21 @@ def text_config(model: Model) -> Any:
         values.pop(key, None)
     values["num_nextn_predict_layers"] = 0
     kind = ALIASES.get(kind, kind)
-    try:
-        config = AutoConfig.for_model(kind, **values)
-    except ValueError:
+    if kind not in CONFIG_MAPPING:
         raise LoadError(
             f"model_type {kind}: {version()} has no class for it, and its own code is not run; {NEEDED} has "
             "deepseek_v3 (kimi_k2), glm4_moe, glm4_moe_lite and glm_moe_dsa"
-        ) from None
+        )
+    with no_errors_of_config():
+        config: Any = AutoConfig.for_model(kind, **values)
     if type(config) not in classes:
         raise LoadError(f"model_type {kind}: {version()} has no causal language model for {type(config).__name__}")
+    experts, groups = config.n_routed_experts, config.n_group
+    if not (1 <= config.num_experts_per_tok <= experts and 1 <= config.topk_group <= groups and experts % groups == 0):
+        raise CheckpointError(
+            f"config.json: {config.num_experts_per_tok} of {experts} experts a token, from {config.topk_group} of "
+            f"{groups} groups: there is no such choice"
+        )
     return config
 
 

@@ -387,3 +387,20 @@ def test_a_layer_without_its_place_is_refused(tmp_path: Path, monkeypatch: Any) 
     expected = r"layer 0 as DeepseekV3DecoderLayer of transformers 5.*: self_attn\.o_proj\.weight is not in the checkp"
     with pytest.raises(LoadError, match=expected):
         calibrated(variants.EXAMPLES / "tiny-kimi", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rms_norm_eps", None, "does not take it .*'rms_norm_eps' expected float"),
+        ("max_position_embeddings", "many", "does not take it .*'max_position_embeddings' expected int"),
+        ("hidden_act", "foo", r"does not take it \(KeyError: 'foo'"),
+        ("num_experts_per_tok", 17, "17 of 16 experts a token"),
+        ("n_group", 3, "of 3 groups: there is no such choice"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused(tmp_path: Path, key: str, value: Any, words: str) -> None:
+    tensors, config = variants.load(variants.EXAMPLES / "tiny-glm5")
+    folder = variants.save(tmp_path / "source", tensors, config | {key: value})
+    with pytest.raises((LoadError, CheckpointError), match=f"config.json: .*{words}"):
+        Forward(Source(open_checkpoint(folder)), torch.float32, "cpu")
