@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,7 +109,10 @@ def _is_code(folder: Path) -> bool:
 
 def _encode(tokenizer: Any, document: str | Messages, where: str, wanted: int) -> list[int]:
     if isinstance(document, str):
-        return list(tokenizer(document[: wanted * _CHARACTERS], verbose=False)["input_ids"])
+        taken = document[: wanted * _CHARACTERS]
+        if half := re.search("[\ud800-\udfff]", taken):
+            raise TextError(f"{where}: holds half a surrogate pair ({half[0]!a}), which is no text; mend it")
+        return list(tokenizer(taken, verbose=False)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
         raise TextError(f"{where}: chat messages, but the checkpoint has no chat template: give rows with `text`")
     try:
@@ -196,7 +200,7 @@ def _parse(content: str, where: str) -> Any:
 def _document(row: Any, where: str) -> str | Messages:
     if not isinstance(row, dict):
         raise TextError(f"{where}: expected an object with `text` or `messages`, found {type(row).__name__}")
-    if isinstance(text := row.get("text"), str):
+    if isinstance(text := row.get("text"), str) and text.strip():
         return text
     messages = row.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
@@ -204,6 +208,8 @@ def _document(row: Any, where: str) -> str | Messages:
     for names in _PAIRS:
         if all(isinstance(row.get(name), str) for name in names):
             return "\n".join(row[name] for name in names)
+    if "text" in row and (text is None or isinstance(text, str)):
+        return ""  # passed over, and counted
     pairs = ", ".join(f"{a} and {b}" for a, b in _PAIRS)
     raise TextError(
         f"{where}: has {', '.join(map(str, row))[:100] or 'no fields'}; expected text, messages, or {pairs}"

@@ -85,6 +85,11 @@ def calibrate(
         taken = read_text(Path(text), tokenizer, opened.config.vocab_size, blocks, tokens)
         options = Options(str(dtype), place, batch or max(1, 2048 // blocks), limit, all_experts, roles)
         job = Job(opened, taken, options)
+        if roles and job.training == job.tokens:
+            raise UsageError(
+                f"--hessians {hessians}: of {job.sequences} sequences none is held out, the first would be the eighth, "
+                "and without one GPTQ is never chosen; give more text or --tokens, or a shorter --length"
+            )
         if not as_json:
             _begin(source, out, job)
         begun, layers = time.monotonic(), len(opened.layers)

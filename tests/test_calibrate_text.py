@@ -78,6 +78,14 @@ def test_chat_goes_through_the_models_own_template(tmp_path: Path) -> None:
         read(path, tokenizer=load_tokenizer(folder))
 
 
+def test_rows_without_text_are_counted_and_what_else_they_have_is_taken(tmp_path: Path) -> None:
+    rows = [{"text": None}, {"text": " "}, {"text": "", "prompt": WORDS, "completion": "Yes."}, {"text": WORDS}]
+    found = read(write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows))))
+    expected = ids(f"{WORDS}\nYes.") + ids(WORDS)
+    assert found.blocks.flatten().tolist() == expected[: found.blocks.numel()]
+    assert (found.documents, found.empty) == (2, 2)
+
+
 @pytest.mark.parametrize(
     "name,content,sentence",
     [
@@ -89,6 +97,7 @@ def test_chat_goes_through_the_models_own_template(tmp_path: Path) -> None:
         ("a.jsonl", '["a"]', r"line 1: expected an object with `text` or `messages`, found list"),
         ("a.jsonl", '{"body": "a", "n": 1}', r"line 1: has body, n; expected text, messages, or prompt and completion"),
         ("a.jsonl", '{"messages": []}', r"line 1: has messages; expected text, messages"),
+        ("a.jsonl", '{"text": "\\ud83d x"}', r"line 1: holds half a surrogate pair \('\\ud83d'\), which is no text"),
         ("a.json", '{"text": "a"}', r"a\.json: expected a list of objects, found dict"),
         ("a.parquet", "PAR1", r"a\.parquet: is no \.txt, \.jsonl, \.json file; others \(parquet, arrow\) are not read"),
         ("data/train.arrow", "x", r"data: no \.txt, \.jsonl, \.json file in it \(found \.arrow\)"),

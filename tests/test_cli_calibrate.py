@@ -67,12 +67,16 @@ def test_what_is_refused(tmp_path: Path, text: str) -> None:
     cases = [
         (("--text", text, "--length", "4096"), 2, "--length 4,096: this model's longest sequence is 2,048"),
         (("--text", text, "--hessians", "router"), 2, "--hessians router: this model has no matrices of that role"),
+        (
+            ("--text", text, "--hessians", "routed_expert", "--tokens", "448", "--length", "64"), 2,
+            "of 7 sequences none is held out, the first would be the eighth",
+        ),
         (("--text", text, "--device", "xpu:9"), 1, "device 'xpu:9': this torch cannot use it"),
         (("--text", text, "--memory", "1MB", "--length", "64"), 1, "--memory allows 0.00 GB"),
         (("--text", text, "--memory", "much"), 2, "'much' is no size"),
         (("--text", str(tmp_path / "no.txt")), 1, "no such file or folder"),
         (("--text", text, "--tokens", "1000"), 1, "1,000 tokens, less than one block of 2,048: --tokens asks for no"),
-    ]
+    ]  # fmt: skip
     for words, code, sentence in cases:
         done = run(TINY, *words, *out, code=code)
         assert sentence in " ".join(done.stderr.replace("│", " ").split()), done.stderr
