@@ -54,7 +54,7 @@ def check_transformers() -> None:
 def check_device(device: str) -> None:
     """LoadError where torch cannot use it; told before any weight is decoded."""
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).cpu()  # "meta" has no values to give back
     except (RuntimeError, AssertionError) as error:  # the second where torch was built without it
         why = str(error).partition("\n")[0][:160]
         raise LoadError(f"device {device!r}: this torch cannot use it ({why}); cpu always works") from None

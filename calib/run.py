@@ -95,7 +95,7 @@ class Job:
         roles = frozenset(options.hessians)
         visits = source.config.n_routed_experts if options.all_experts else source.config.num_experts_per_tok
         counts = Counts(self.training, self.tokens - self.training, visits)
-        workspace = workspace_bytes(source, options.batch, self.length)
+        workspace = workspace_bytes(source, min(options.batch, self.sequences), self.length)
         self.needs: list[Need] = [
             layer_need(source, layer, width, workspace, roles, counts) for layer in range(len(source.layers))
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -154,7 +155,7 @@ def _files(path: Path) -> list[Path]:
 def _whole(file: Path, most: int) -> Iterator[tuple[str, Any]]:
     """A .txt file as a row with its text, or with the beginning of it."""
     with _reading(file), open(file, encoding="utf-8-sig", newline="") as opened:
-        content = opened.read(most)
+        content = opened.read(min(most, os.fstat(opened.fileno()).st_size))  # as much as is asked for is set aside
     if content.strip():
         yield str(file), {"text": content}
 

@@ -126,12 +126,17 @@ def kv(
 ) -> None:
     """The KV-scale manifest: what scale each layer's FP8 cache needs, and which runtime may be given it."""
     from ..calib.kv import kv_scales
-    from ..formats.statistics import open_statistics
+    from ..formats.statistics import STATISTICS, open_statistics
     from ..quantize.output import atomic_write, writing
 
     if Path(out).is_dir():
         raise UsageError(f"--out {out}: is a folder; give the name of a file, {Path(out) / 'kv_scales.json'} say")
-    made = kv_scales(open_statistics(Path(stats)), headroom)
+    found = open_statistics(Path(stats))
+    if Path(out).exists() and any(
+        Path(out).samefile(found.folder / name) for name in (STATISTICS, *found.files.values())
+    ):
+        raise UsageError(f"--out {out}: is part of the statistics; give another name, kv_scales.json say")
+    made = kv_scales(found, headroom)
     with writing(Path(out)):
         atomic_write(Path(out), made.to_bytes())
     if as_json:

@@ -151,7 +151,8 @@ def replaced(choices: list[Choice], extras: Extras) -> tuple[list[Choice], dict[
         if extras.kv:
             raise PlanError("KV scales are folded into the weights or added as tensors, not both; give one of the two")
         if old := next((choice.item.module for choice in choices if choice.item.spec.role == ROLE), None):
-            raise PlanError(f"{old}: the source has KV scales, which are wrong once it is folded; fold its own source")
+            way, made = ("fold", "folded") if extras.folding else ("unfold", "unfolded")
+            raise PlanError(f"{old}: the source has KV scales, which are wrong once it is {made}; {way} its own source")
     gone = {choice.item.module: "KV scale of the source, another takes its place"
             for choice in choices if choice.item.module in extras.kv_scales}  # fmt: skip
     return [choice for choice in choices if choice.item.module not in gone], gone

@@ -377,6 +377,11 @@ def test_a_layer_that_fits_no_way_is_refused() -> None:
         job_of(variants.EXAMPLES / "tiny-kimi", memory=1_000_000)
 
 
+def test_a_batch_of_more_than_there_is_takes_no_more_than_all(tmp_path: Path) -> None:
+    jobs = [job_of(variants.EXAMPLES / "tiny-kimi", batch=batch) for batch in (9, 10**6)]
+    assert jobs[0].needs == jobs[1].needs
+
+
 def test_a_layer_without_its_place_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     local = Source._local
 

@@ -159,6 +159,8 @@ def test_no_more_of_a_file_is_read_than_is_wanted(tmp_path: Path) -> None:
     with open(path, "ab") as file:
         file.write(b"\xff")  # never come to: 32 tokens take no more than 2,048 characters
     assert read(path, limit=32).blocks.flatten().tolist() == ids(WORDS)[:32]
+    whole = write(tmp_path / "b.txt", WORDS)
+    assert read(whole, limit=10**15).blocks.flatten().tolist() == read(whole).blocks.flatten().tolist()
     rows = write(tmp_path / "a.jsonl", json.dumps({"text": WORDS}) + "\n")
     with open(rows, "ab") as file:
         file.write(b" " * 100_000 + b"\n\xff\n")

@@ -71,6 +71,7 @@ def test_what_is_refused(tmp_path: Path, text: str) -> None:
             ("--text", text, "--hessians", "routed_expert", "--tokens", "448", "--length", "64"), 2,
             "of 7 sequences none is held out, the first would be the eighth",
         ),
+        (("--text", text, "--device", "meta"), 1, "device 'meta': this torch cannot use it"),
         (("--text", text, "--device", "xpu:9"), 1, "device 'xpu:9': this torch cannot use it"),
         (("--text", text, "--memory", "1MB", "--length", "64"), 1, "--memory allows 0.00 GB"),
         (("--text", text, "--memory", "much"), 2, "'much' is no size"),

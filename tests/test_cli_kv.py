@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def test_many_layers_show_the_worst(tmp_path: Path) -> None:
     assert "the 12 of 40 that lose most" in said
     assert lines == [str(n) for n in range(14, 20) for _ in "kv"]
     assert len(read_kv_scales(tmp_path / "kv.json").layers) == 20
+
+
+def test_kv_does_not_write_over_what_it_reads(files: dict[str, str], tmp_path: Path) -> None:
+    stats = Path(shutil.copytree(files[GLM4].removesuffix(".json"), tmp_path / "stats"))
+    before = {path.name: path.read_bytes() for path in stats.iterdir()}
+    for name in before:
+        said = run("kv", str(stats), "--out", str(stats / name), code=2).stderr
+        assert "is part of the statistics" in said
+    run("kv", str(stats), "--out", str(stats / "kv_scales.json"))
+    assert {name: (stats / name).read_bytes() for name in before} == before
 
 
 @pytest.mark.parametrize(

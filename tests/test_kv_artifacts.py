@@ -210,7 +210,7 @@ def test_folding_and_scales_do_not_go_together(manifest, tmp_path: Path) -> None
     with pytest.raises(PlanError, match="not both"):
         make_plan(checkpoint, load("glm-decode-int4"), extras=extras)
     made(GLM4, tmp_path / "scaled", "glm-prefill-fp8", kv)
-    with pytest.raises(PlanError, match=r"layers\.0\.self_attn\.k_scale: the source has KV scales"):
+    with pytest.raises(PlanError, match=r"self_attn\.k_scale: the source has KV scales.*; fold its own source"):
         make_plan(open_checkpoint(tmp_path / "scaled"), load("keep"), extras=folding)
     folds.folded(GLM4, tmp_path / "folded", folds.wanted("tiny-glm4"), "glm-prefill-fp8")
     held = open_checkpoint(tmp_path / "folded")
@@ -221,6 +221,9 @@ def test_folding_and_scales_do_not_go_together(manifest, tmp_path: Path) -> None
     assert own.source["folding"] and with_kv_scales(NO_EXTRAS, FILE, own, held, model).kv_scales
     made(tmp_path / "folded", tmp_path / "int4", "glm-decode-int4", own)
     assert verify(tmp_path / "int4", tmp_path / "folded").problems == []
+    int4 = open_checkpoint(tmp_path / "int4")
+    with pytest.raises(PlanError, match="wrong once it is unfolded; unfold its own source"):
+        make_plan(int4, load("keep"), extras=Extras(held=own.source["folding"]))
     for take in (with_kv_scales, with_folding):
         with pytest.raises(PlanError, match=r"calibrated on folded, which is folded, and .* is not"):
             take(NO_EXTRAS, FILE, own, checkpoint, model)
