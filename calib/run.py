@@ -28,11 +28,9 @@ from .model import Source, version
 from .observe import Observer, expert_summary
 from .rows import Rows
 from .store import LayerWriter, finish
-from .text import Text
+from .text import HELD_OUT, Text
 from .work import Work
 
-#: one sequence in so many is held out
-HELD_OUT = 8
 Advance = Callable[[float], None]
 
 
@@ -121,7 +119,7 @@ class Job:
             },
             "architecture": self.source.model.architecture.name,
             "config": dict(checkpoint.config),
-            "text": {"digest": self.text.digest, "files": self.text.files, "documents": self.text.documents},
+            "text": self.text.to_json(),
             "tokens": self.tokens,
             "heldout_tokens": self.tokens - self.training,
             "sequences": self.sequences,

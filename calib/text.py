@@ -1,33 +1,42 @@
 """Calibration text: files to documents, documents to tokens, tokens to blocks of one length.
 
-Documents are taken in the order of the files' names and follow each other without anything between them but what the
-tokenizer itself puts at their ends. What is left behind the last whole block is left out, and counted.
+The files of a folder take turns, so that each has its part in a mix: a file gives its next document, but no more than a
+block's tokens of it; the rest waits for its next turn. Nothing is put between but what the tokenizer itself puts at a
+document's ends. What is left behind the last whole block is left out, and counted.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import TextError
 from ..formats.checkpoint import natural
 
+#: one block in so many is held out
+HELD_OUT = 8
 SUFFIXES = (".txt", ".jsonl", ".json")
 #: fields of a row that hold a text in two parts, as data sets of questions have them
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("instruction", "output"))
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "tokenizer_config.json")
-_CHARACTERS = 64  # no more of a document are looked at for each token that is still wanted
+_CHARACTERS = 64  # no more of a document are looked at for each token that is wanted
+_EMPTY = "{}: is empty; leave it out, or put text into it"
+_HEAD = 4096  # bytes of every file that are looked at before the first turn
 
 Messages = list[dict[str, Any]]
+Encode = Callable[[str | Messages, str, int], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,8 @@ class Text:
     """blocks: int32 [sequences, length]. digest: of the tokens in them. files, documents: how many took part.
 
     left_over: tokens behind the last whole block. empty: documents without any text, which were passed over.
+    taken: name -> tokens in the blocks, of each file that has some. unused: files that could be read and have none.
+    passed: files that are of no type that is read.
     """
 
     blocks: torch.Tensor
@@ -43,6 +54,22 @@ class Text:
     documents: int
     left_over: int
     empty: int
+    taken: Mapping[str, int] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As statistics.json holds it: what the tokens are of, and nothing that they do not depend on."""
+        taken = {"taken": dict(self.taken)} if self.files > 1 else {}
+        return {"digest": self.digest, "files": self.files, "documents": self.documents} | taken
+
+
+class _Piece(NamedTuple):
+    """What a file gives at its turn. documents: 1 where one begins. empty: 1 instead of a document without text."""
+
+    tokens: list[int]
+    documents: int = 0
+    empty: int = 0
 
 
 def read_text(path: Path, tokenizer: Any, vocabulary: int, length: int, limit: int) -> Text:
@@ -51,20 +78,15 @@ def read_text(path: Path, tokenizer: Any, vocabulary: int, length: int, limit: i
     TextError where there is too little, where a file cannot be read as what its name says, or where the tokenizer
     gives a token that the model does not have.
     """
-    tokens: list[int] = []
-    used: set[Path] = set()
+    files, passed = _files(path)
+    for file in files:
+        _check(file)
+    tokens, given = list[int](), list[tuple[Path, int]]()
     documents = empty = 0
-    for file, where, document in _documents(path, limit * _CHARACTERS):
-        used.add(file)
-        if isinstance(document, str) and not document.strip():
-            empty += 1
-            continue
-        made = _encode(tokenizer, document, where, limit - len(tokens))
-        if made and max(made) >= vocabulary:
-            raise TextError(
-                f"{where}: the tokenizer gives token {max(made)}, the model has {vocabulary:,}: it is not this model's"
-            )
-        documents, tokens = documents + 1, tokens + made
+    for file, piece in _turns(files, partial(_encode, tokenizer, vocabulary), length, limit):
+        given.append((file, len(piece.tokens)))
+        tokens += piece.tokens
+        documents, empty = documents + piece.documents, empty + piece.empty
         if len(tokens) >= limit:
             break
     tokens = tokens[:limit]
@@ -74,7 +96,15 @@ def read_text(path: Path, tokenizer: Any, vocabulary: int, length: int, limit: i
     count = len(tokens) // length
     blocks = torch.tensor(tokens[: count * length], dtype=torch.int32).view(count, length)
     digest = hashlib.sha256(f"{count} {length} ".encode() + blocks.numpy().astype("<i4").tobytes())
-    return Text(blocks, digest.hexdigest(), len(used), documents, len(tokens) - count * length, empty)
+    taken = dict.fromkeys(files, 0)
+    left = count * length
+    for file, many in given:
+        taken[file] += min(many, left)
+        left -= min(many, left)
+    used = {_name(file, path): many for file, many in taken.items() if many}
+    unused = tuple(_name(file, path) for file, many in taken.items() if not many)
+    counts = (len(used), documents, len(tokens) - count * length, empty)
+    return Text(blocks, digest.hexdigest(), *counts, used, unused, tuple(_name(file, path) for file in passed))
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -108,7 +138,17 @@ def _is_code(folder: Path) -> bool:
         return False
 
 
-def _encode(tokenizer: Any, document: str | Messages, where: str, wanted: int) -> list[int]:
+def _encode(tokenizer: Any, vocabulary: int, document: str | Messages, where: str, wanted: int) -> list[int]:
+    """Tokens of a document, or of as much of it as `wanted` tokens can take."""
+    made = _by_tokenizer(tokenizer, document, where, wanted)
+    if made and max(made) >= vocabulary:
+        raise TextError(
+            f"{where}: the tokenizer gives token {max(made)}, the model has {vocabulary:,}: it is not this model's"
+        )
+    return made
+
+
+def _by_tokenizer(tokenizer: Any, document: str | Messages, where: str, wanted: int) -> list[int]:
     if isinstance(document, str):
         taken = document[: wanted * _CHARACTERS]
         if half := re.search("[\ud800-\udfff]", taken):
@@ -123,44 +163,108 @@ def _encode(tokenizer: Any, document: str | Messages, where: str, wanted: int) -
         raise TextError(f"{where}: the chat template does not take these messages ({why})") from None
 
 
-def _documents(path: Path, most: int) -> Iterator[tuple[Path, str, str | Messages]]:
-    """File, where in it, and text or messages, of every document in order. most: characters that are wanted of one."""
-    for file in _files(path):
-        found = False
-        rows = {".txt": _whole, ".json": _list, ".jsonl": _lines}[file.suffix](file, most)
-        for where, row in rows:
-            found = True
-            yield file, where, _document(row, where)
-        if not found:
-            raise TextError(f"{file}: is empty; leave it out, or put text into it")
+def _turns(files: list[Path], encode: Encode, length: int, limit: int) -> Iterator[tuple[Path, _Piece]]:
+    """What each file gives in turn, until all have given everything."""
+    first = limit if len(files) == 1 else length
+    waiting = {
+        file: _begun(file, encode, length, limit, first)
+        if file.suffix == ".txt"
+        else _rows(file, encode, length, limit)
+        for file in files
+    }
+    done = 0
+    while waiting:
+        # Two, four or eight files whose turns are a block each would have every eighth block, which is held out, of the
+        # same file each time: so another one begins as soon as the pattern would repeat.
+        order = list(waiting)
+        begin = done // (HELD_OUT // gcd(HELD_OUT, len(order))) % len(order)
+        for file in order[begin:] + order[:begin]:
+            if (piece := next(waiting[file], None)) is None:
+                del waiting[file]
+            else:
+                yield file, piece
+        done += 1
 
 
-def _files(path: Path) -> list[Path]:
+def _rows(file: Path, encode: Encode, length: int, limit: int) -> Iterator[_Piece]:
+    """A file of rows, each a document."""
+    found = False
+    for where, row in (_list if file.suffix == ".json" else _lines)(file):
+        found = True
+        document = _document(row, where)
+        if isinstance(document, str) and not document.strip():
+            yield _Piece([], empty=1)
+            continue
+        tokens = encode(document, where, limit)
+        yield _Piece(tokens[:length], documents=1)
+        for start in range(length, len(tokens), length):
+            yield _Piece(tokens[start : start + length])
+    if not found:
+        raise TextError(_EMPTY.format(file))
+
+
+def _begun(file: Path, encode: Encode, length: int, limit: int, wanted: int) -> Iterator[_Piece]:
+    """A .txt file, one document: of its beginning as much as `wanted` tokens take, then twice that, and so on."""
+    given = 0
+    while True:
+        wanted = min(wanted, limit)
+        content, whole = _beginning(file, wanted * _CHARACTERS)
+        last = whole or wanted == limit
+        if last and not content.strip():
+            raise TextError(_EMPTY.format(file))
+        tokens = encode(content, str(file), wanted)
+        if not last:  # what comes of an end that is none is not given: it lies far behind, or else more is read
+            tokens = tokens[:wanted] if len(tokens) > wanted else []
+        for start in range(given, len(tokens), length):
+            yield _Piece(tokens[start : start + length], documents=int(start == 0))
+        if last:
+            return
+        given, wanted = max(given, len(tokens)), 2 * wanted
+
+
+def _files(path: Path) -> tuple[list[Path], list[Path]]:
+    """Files that are read, and files that are passed over for what they are, each in natural order of their names."""
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise TextError(f"{path}: is no {', '.join(SUFFIXES)} file; others (parquet, arrow) are not read")
-        return [path]
+        return [path], []
     if not path.is_dir():
         raise TextError(f"{path}: no such file or folder; give text to calibrate with")
-    there = [file for file in path.rglob("*") if file.is_file() and "/." not in f"/{file.relative_to(path)}"]
-    found = sorted((file for file in there if file.suffix in SUFFIXES), key=lambda file: natural(str(file)))
-    # a data set's folder describes itself in files of these names
-    found = [file for file in found if file.name not in ("dataset_info.json", "dataset_dict.json", "state.json")]
+    shown = (file for file in path.rglob("*") if "/." not in f"/{file.relative_to(path)}")
+    # a link that leads nowhere is among them: it cannot be read, and that is said
+    there = [file for file in shown if file.is_file() or (file.is_symlink() and not file.exists())]
+    there.sort(key=lambda file: natural(str(file)))
+    about = ("dataset_info.json", "dataset_dict.json", "state.json")  # a data set's description
+    found = [file for file in there if file.suffix in SUFFIXES and file.name not in about]
     if not found:
         others = ", ".join(sorted({file.suffix or file.name for file in there})[:5]) or "nothing"
         raise TextError(f"{path}: no {', '.join(SUFFIXES)} file in it (found {others}); parquet and arrow are not read")
-    return found
+    return found, [file for file in there if file.suffix not in SUFFIXES or file.name in about]
 
 
-def _whole(file: Path, most: int) -> Iterator[tuple[str, Any]]:
-    """A .txt file as a row with its text, or with the beginning of it."""
+def _name(file: Path, path: Path) -> str:
+    """A file's name in the folder, as can be printed."""
+    name = file.name if file == path else file.relative_to(path).as_posix()
+    return name.encode(errors="backslashreplace").decode()
+
+
+def _check(file: Path) -> None:
+    """TextError where a file cannot be opened, has no text, or does not begin as UTF-8, be its turn ever to come."""
+    with _reading(file), open(file, "rb") as opened:
+        head = opened.read(_HEAD)
+        content = codecs.getincrementaldecoder("utf-8-sig")().decode(head, final=len(head) < _HEAD)
+    if len(head) < _HEAD and not content.strip():
+        raise TextError(_EMPTY.format(file))
+
+
+def _beginning(file: Path, most: int) -> tuple[str, bool]:
+    """The first characters of a .txt file, and whether they are all."""
     with _reading(file), open(file, encoding="utf-8-sig", newline="") as opened:
         content = opened.read(min(most, os.fstat(opened.fileno()).st_size))  # as much as is asked for is set aside
-    if content.strip():
-        yield str(file), {"text": content}
+    return content, len(content) < most
 
 
-def _list(file: Path, _: int) -> Iterator[tuple[str, Any]]:
+def _list(file: Path) -> Iterator[tuple[str, Any]]:
     """The rows of a .json file, which is a list."""
     with _reading(file):
         content = file.read_text(encoding="utf-8-sig")
@@ -171,12 +275,21 @@ def _list(file: Path, _: int) -> Iterator[tuple[str, Any]]:
         yield from ((f"{file}: row {number}", row) for number, row in enumerate(value, 1))
 
 
-def _lines(file: Path, _: int) -> Iterator[tuple[str, Any]]:
-    """The rows of a .jsonl file, one after the other: it may be large."""
-    with _reading(file), open(file, encoding="utf-8-sig", newline="\n") as opened:
-        for number, line in enumerate(opened, 1):
-            if line.strip():
-                yield f"{file}: line {number}", _parse(line, f"{file}: line {number}")
+def _lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a .jsonl file, some at a time: it may be large, and is not kept open, for there may be many."""
+    place = number = 0
+    while True:
+        with _reading(file), open(file, "rb") as opened:
+            opened.seek(place)
+            lines, place = opened.readlines(1 << 16), opened.tell()
+        if not lines:
+            return
+        for line in lines:
+            number += 1
+            with _reading(file):
+                row = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            if row.strip():
+                yield f"{file}: line {number}", _parse(row, f"{file}: line {number}")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,6 +104,9 @@ def calibrate(
         "length": job.length,
         "left_over_tokens": taken.left_over,
         "empty_documents": taken.empty,
+        "files_used": dict(taken.taken),
+        "files_unused": list(taken.unused),
+        "files_passed_over": list(taken.passed),
         "layers_one_by_one": done.one_by_one,
         "resumed_layers": done.resumed,
         "digest": found.digest,
@@ -169,15 +173,28 @@ def _roles(source: Opened, wanted: str) -> tuple[str, ...]:
     return roles
 
 
+def _some(names: Sequence[str]) -> str:
+    """A number of files, and the first of their names."""
+    return f"{draw.many(len(names), 'file')} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+
+
 def _begin(source: str, out: str, job: Any) -> None:
     """What will be run, and what it takes."""
     text, options = job.text, job.options
     left = [f"{draw.many(text.left_over, 'token')} behind the last whole sequence left out"] if text.left_over else []
     left += [f"{draw.many(text.empty, 'empty document')} passed over"] if text.empty else []
+    if text.unused:
+        left.append(f"nothing used of {_some(text.unused)}: without text, or their turn came too late for --tokens")
+    if text.passed:
+        left.append(f"passed over {_some(text.passed)}: only .txt, .jsonl and .json files of text are read")
     draw.say(
         f"{source} -> {out}: {job.tokens:,} tokens in {job.sequences:,} sequences of {job.length:,}, of "
-        f"{draw.many(text.documents, 'document')}; {job.tokens - job.training:,} of them are held out"
+        f"{draw.many(text.documents, 'document')} in {draw.many(text.files, 'file')}; "
+        f"{job.tokens - job.training:,} of them are held out"
     )
+    if text.files > 1:
+        shares = [f"{name} {many:,}" for name, many in text.taken.items()]
+        draw.say(f"tokens of files: {', '.join(shares[:5])}{', ...' if len(shares) > 5 else ''}")
     for note in left:
         draw.say(f"note: {note}")
     apart = job.whole.count(False)

@@ -1,7 +1,10 @@
 """Calibration text: what is read, how it becomes blocks, and a sentence for whatever cannot be used."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ def write(path: Path, content: str) -> Path:
 
 def test_documents_follow_each_other_in_whole_blocks(tmp_path: Path) -> None:
     write(tmp_path / "b" / "10.txt", WORDS)
-    write(tmp_path / "b" / "2.jsonl", '{"text": "First row."}\n\n{"text": "Zweite Zeile, größer."}\n{"text": " "}\n')
+    write(tmp_path / "b" / "2.jsonl", '{"text": "First row."}\n\n{"text": "Zweite, größer."}\n{"text": " "}\n')
     write(
         tmp_path / "b" / "3.json",
         json.dumps([{"question": "Why?", "answer": "Therefore."}, {"prompt": "A", "completion": "B"}]),
@@ -44,21 +47,101 @@ def test_documents_follow_each_other_in_whole_blocks(tmp_path: Path) -> None:
     write(tmp_path / "b" / "dataset_info.json", "{}")
     write(tmp_path / "b" / "train.parquet", "PAR1")
     found = read(tmp_path / "b")
-    documents = ("First row.", "Zweite Zeile, größer.", "Why?\nTherefore.", "A\nB", WORDS)
-    expected = [token for document in documents for token in ids(document)]
+    words = ids(WORDS)
+    turns = ("First row.", "Why?\nTherefore.", words[:16], "Zweite, größer.", "A\nB", words[16:])
+    expected = [token for turn in turns for token in (ids(turn) if isinstance(turn, str) else turn)]
     count = len(expected) // 16
     assert found.blocks.dtype == torch.int32
     assert found.blocks.flatten().tolist() == expected[: count * 16] and found.blocks.shape == (count, 16)
     assert (found.files, found.documents, found.empty, found.left_over) == (3, 5, 1, len(expected) - count * 16)
+    assert list(found.taken) == ["2.jsonl", "3.json", "10.txt"] and sum(found.taken.values()) == count * 16
+    assert found.unused == () and found.passed == ("dataset_info.json", "train.parquet")
 
 
 def test_a_limit_ends_the_reading(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", WORDS * 50)
-    write(tmp_path / "b.txt", WORDS)
     found = read(tmp_path, limit=100)
     assert found.blocks.flatten().tolist() == ids(WORDS * 50)[:96]
     assert (found.files, found.documents, found.left_over) == (1, 1, 4)
     assert found.digest == read(tmp_path / "a.txt", limit=100).digest != read(tmp_path / "a.txt", limit=128).digest
+
+
+def test_files_take_turns_of_a_block_and_each_is_in_the_mix(tmp_path: Path) -> None:
+    long = [WORDS * 50, "def f(x):\n    return x + 1\n" * 300, "中文文本很长。" * 300]
+    for name, content in zip(("a.txt", "b.txt", "c.txt"), long, strict=True):
+        write(tmp_path / "t" / name, content)
+    found = read(tmp_path / "t", limit=16 * 30)
+    assert found.taken == {"a.txt": 160, "b.txt": 160, "c.txt": 160} and (found.files, found.documents) == (3, 3)
+    blocks = found.blocks.tolist()
+    assert blocks[:4] == [ids(long[0])[:16], ids(long[1])[:16], ids(long[2])[:16], ids(long[0])[16:32]]
+    for text in long:  # each file's tokens in their order
+        parts = [ids(text)[start : start + 16] for start in range(0, 160, 16)]
+        assert [block for block in blocks if block in parts] == parts
+    assert found.to_json()["taken"] == found.taken
+    assert found.digest == read(tmp_path / "t", limit=16 * 30).digest != read(tmp_path / "t", limit=16 * 29).digest
+    few = read(tmp_path / "t", limit=40)  # c.txt's turn comes when 32 are there, and its 8 are behind the last block
+    assert few.taken == {"a.txt": 16, "b.txt": 16} and few.unused == ("c.txt",) and few.left_over == 8
+    write(tmp_path / "t" / "d.txt", WORDS)  # that nothing is used of changes nothing
+    assert read(tmp_path / "t", limit=40).to_json() == few.to_json()
+    (tmp_path / "t" / "a.txt").rename(tmp_path / "t" / "z.txt")
+    assert read(tmp_path / "t", limit=40).digest != few.digest
+
+
+def test_a_long_row_does_not_crowd_out_other_files(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", json.dumps({"text": WORDS * 50}))
+    write(tmp_path / "b.txt", WORDS)
+    found, words = read(tmp_path, limit=96), ids(WORDS)
+    assert found.taken == {"a.jsonl": 48, "b.txt": 48} and found.documents == 2
+    assert found.blocks[1::2].flatten().tolist() == words[:48]
+    alone = read(tmp_path / "a.jsonl", limit=96)
+    assert alone.blocks.flatten().tolist() == ids(WORDS * 50)[:96]
+    assert alone.to_json() == {"digest": alone.digest, "files": 1, "documents": 1}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 6, 8, 16])
+def test_what_is_held_out_is_of_every_file_in_turn(tmp_path: Path, count: int) -> None:
+    for number in range(count):
+        write(tmp_path / f"{number}.txt", "".join(f"{chr(97 + number)} " for _ in range(16 * 16)))
+    found = read(tmp_path, limit=16 * 8 * count)
+    assert set(found.taken.values()) == {16 * 8}
+    owners = [block[8] for block in found.blocks.tolist()]  # a file's letter
+    assert len(set(owners)) == count and sorted(owners[7::8]) == sorted(set(owners))
+
+
+def test_every_file_is_looked_at_even_if_its_turn_never_comes(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", WORDS * 20)
+    (tmp_path / "b.txt").write_bytes(b"gr\xf6sser " * 10)
+    with pytest.raises(TextError, match=r"b\.txt: not UTF-8"):
+        read(tmp_path, limit=16)
+    write(tmp_path / "b.txt", " \n")
+    with pytest.raises(TextError, match=r"b\.txt: is empty"):
+        read(tmp_path, limit=16)
+    (tmp_path / "b.txt").unlink()
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(TextError, match=r"b\.jsonl: cannot be read \(No such file or directory\)"):
+        read(tmp_path, limit=16)
+    (tmp_path / "b.jsonl").unlink()
+    write(tmp_path / "b.txt", "x" * 4095 + "ä")  # a character across the end of what is looked at
+    assert read(tmp_path, limit=16).unused == ("b.txt",)
+
+
+def test_the_command_says_what_each_file_gave(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "c.txt", "README.md", "train.parquet"):
+        write(tmp_path / "text" / name, WORDS)
+    words = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "stats"), "--tokens", "32", "--length", "16"]
+    command = [sys.executable, "-m", "phasefold", "calibrate", str(TINY), *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert "32 tokens in 2 sequences of 16, of 2 documents in 2 files" in said
+    assert "tokens of files: a.txt 16, b.txt 16\n" in said
+    assert "note: nothing used of 1 file (c.txt): " in said
+    assert "note: passed over 2 files (README.md, train.parquet): only .txt, .jsonl and .json files" in said
+    again = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True, env=environment)
+    told = json.loads(again.stdout)
+    assert told["files_used"] == {"a.txt": 16, "b.txt": 16} and told["files_unused"] == ["c.txt"]
+    assert told["files_passed_over"] == ["README.md", "train.parquet"]
+    about = json.loads((tmp_path / "stats" / "statistics.json").read_text())
+    assert about["text"]["files"] == 2 and about["text"]["taken"] == told["files_used"]
 
 
 def test_chat_goes_through_the_models_own_template(tmp_path: Path) -> None:
