@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ResumeError
-from ..formats import DTYPES
-from ..formats.checkpoint import make_header
+from ..formats import DTYPES, make_header
 from ..formats.statistics import STATISTICS, about_digest
 from ..quantize.output import PARTIAL, atomic_write, flush_folder, to_json, writing
 

@@ -8,9 +8,11 @@ Nothing here imports torch before it is asked to decode or encode, so that plann
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import pkgutil
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -126,3 +128,16 @@ def decode_e4m3(codes: Tensor, scales: Tensor, block: tuple[int, int], shape: Sh
     """float8_e4m3fn [N, K] and its scales -> float32 [N, K]; the product is rounded once, to float32."""
     grid = Grid("e4m3", block)
     return codes.float() * expand_scales(scales.reshape(grid.scale_shape(shape)), block, shape)
+
+
+def make_header(tensors: Iterable[tuple[str, str, Shape]]) -> tuple[bytes, list[int]]:
+    """Prefix and header of a shard that holds (name, dtype, shape) in this order, and the absolute offset of each."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ends = [0]
+    for name, dtype, shape in tensors:
+        ends.append(ends[-1] + math.prod(shape) * DTYPES[dtype])
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": ends[-2:]}
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)  # data starts aligned, as the safetensors library writes it
+    prefix = struct.pack("<Q", len(raw)) + raw
+    return prefix, [len(prefix) + end for end in ends[:-1]]

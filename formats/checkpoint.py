@@ -16,7 +16,7 @@ import stat
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +26,10 @@ from . import DTYPES, Shape
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "phasefold.json"
+WORK = ".phasefold"  # of a job that has not ended
 STRAY_CONFIG = "hf_quant_config.json"  # modelopt's; beside a config.json that says otherwise it would mislead
 _OPEN_FILES = 4  # a thread's: codes and scales, of the source, may lie in different shards
+_SAMPLES, _SAMPLE_BYTES = 8, 4096  # of each shard, for the digest
 MAX_HEADER = 100_000_000  # the safetensors library refuses longer ones
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".onnx", ".h5", ".msgpack", ".npz")
 
@@ -50,7 +52,7 @@ class Checkpoint:
     tensors: name -> Stored, in natural order of the files (2 before 10) and of the offsets within them.
     sizes: bytes of each shard.
     unindexed: shards that lie there but that the index does not name.
-    digest: sha256 over config.json and over the name, the size and the header of each shard.
+    digest: sha256 over config.json and over the name, the size, the header and some bytes of the data of each shard.
     """
 
     folder: Path
@@ -80,6 +82,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint, with config.json") from None
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from None
+    if WORK in listed and "config.json" not in listed:
+        raise CheckpointError(f"{folder}: unfinished; give the same convert command again to go on")
     config_bytes = read_file(folder / "config.json")
     config = parse_json(config_bytes, folder / "config.json")
     names = sorted((name for name in listed if name.endswith(".safetensors")), key=natural)
@@ -95,6 +99,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         size, raw = read_header(folder / name)
         sizes[name] = size
         digest.update(json.dumps([name, size]).encode() + hashlib.sha256(raw).digest())
+        digest.update(_sample(folder / name, 8 + len(raw), size))
         for key, stored in parse_header(raw, size, name, folder / name):
             if key in tensors:
                 raise CheckpointError(f"{folder}: tensor {key} lies in two shards, {tensors[key].file} and {name}")
@@ -197,6 +202,16 @@ def read_header(path: Path) -> tuple[int, bytes]:
     if len(raw) != length:
         raise CheckpointError(f"{path}: ends within its header")
     return size, raw
+
+
+def _sample(path: Path, start: int, size: int) -> bytes:
+    """Some of a shard's data, evenly over it: a fine-tuned model has the headers of its base, and other weights."""
+    places = {start + (size - start) * step // _SAMPLES for step in range(_SAMPLES)} if size > start else set()
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return b"".join(os.pread(file.fileno(), _SAMPLE_BYTES, place) for place in sorted(places))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def parse_header(raw: bytes, size: int, file: str, where: Path) -> Iterator[tuple[str, Stored]]:
@@ -313,16 +328,3 @@ class Reader:
         for held in self._all:
             while held:
                 os.close(held.popitem()[1])
-
-
-def make_header(tensors: Iterable[tuple[str, str, Shape]]) -> tuple[bytes, list[int]]:
-    """Prefix and header of a shard that holds (name, dtype, shape) in this order, and the absolute offset of each."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ends = [0]
-    for name, dtype, shape in tensors:
-        ends.append(ends[-1] + math.prod(shape) * DTYPES[dtype])
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": ends[-2:]}
-    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-len(raw) % 8)  # data starts aligned, as the safetensors library writes it
-    prefix = struct.pack("<Q", len(raw)) + raw
-    return prefix, [len(prefix) + end for end in ends[:-1]]

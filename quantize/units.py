@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..formats import DTYPES, Part, Shape
-from ..formats.checkpoint import make_header
+from ..formats import DTYPES, Part, Shape, make_header
 from .scaling import Scaling
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import sparse
 import variants
 
-from phasefold.formats.checkpoint import INDEX, MANIFEST, make_header, open_checkpoint
+from phasefold.formats import make_header
+from phasefold.formats.checkpoint import INDEX, MANIFEST, open_checkpoint
 from phasefold.formats.manifest import Manifest
 from phasefold.quantize.convert import convert
 from phasefold.quantize.plan import make_plan

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from phasefold.errors import CheckpointError
-from phasefold.formats.checkpoint import INDEX, Reader, make_header, open_checkpoint, parse_header, side_files
+from phasefold.formats import make_header
+from phasefold.formats.checkpoint import INDEX, Reader, open_checkpoint, parse_header, side_files
 from phasefold.quantize.account import account, held_config
+from phasefold.serving.survey import survey
 
 TINY = variants.EXAMPLES / "tiny-glm4"
 SHARD = "model-00002-of-00003.safetensors"
@@ -343,3 +345,22 @@ def test_any_json_as_a_header(value: object, size: int) -> None:
 def test_deep_nesting_does_not_overflow() -> None:
     with pytest.raises(CheckpointError):
         list(parse_header(b"[" * 200_000, 10**6, "x", Path("x")))
+
+
+def test_other_weights_under_the_same_headers_are_another_source(tmp_path: Path) -> None:
+    """A fine-tuned model has the headers and the config of its base."""
+    base, tuned = (Path(shutil.copytree(TINY, tmp_path / name)) for name in ("base", "tuned"))
+    assert open_checkpoint(base).digest == open_checkpoint(tuned).digest
+    for path in tuned.glob("*.safetensors"):
+        raw = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(raw[:8], "little")
+        raw[start:] = bytes(byte ^ 1 for byte in raw[start:])
+        path.write_bytes(raw)
+    assert open_checkpoint(base).digest != open_checkpoint(tuned).digest
+
+
+def test_a_folder_that_is_not_finished_says_so(tmp_path: Path) -> None:
+    (tmp_path / ".phasefold").mkdir()
+    for read in (open_checkpoint, survey):
+        with pytest.raises(CheckpointError, match="unfinished; give the same convert command again to go on"):
+            read(tmp_path)

@@ -11,8 +11,8 @@ import variants
 from pairs import RECIPES, folded
 
 from phasefold.families import identify
-from phasefold.formats import Part, Quantized, formats
-from phasefold.formats.checkpoint import MANIFEST, Reader, make_header, open_checkpoint
+from phasefold.formats import Part, Quantized, formats, make_header
+from phasefold.formats.checkpoint import MANIFEST, Reader, open_checkpoint
 from phasefold.quantize.blocks import StoredMatrix
 from phasefold.serving.belong import belong
 from phasefold.serving.deployment import Deployment
