@@ -80,6 +80,10 @@ def check_statistics(plan: Plan, statistics: Statistics) -> None:
     where = statistics.folder
     if plan.extras.statistics.get("digest") != statistics.digest:
         raise PlanError(f"{where}: not the statistics that this job was planned with; plan it again with these")
+    if (theirs := statistics.about["architecture"]) != plan.architecture:
+        raise PlanError(
+            f"{where}: of another model: calibrated on {theirs}, {plan.checkpoint.folder} is {plan.architecture}"
+        )
     shapes: dict[str, Shape] = {}
     for file in sorted(set(statistics.files.values())):
         size, raw = read_header(where / file)
@@ -92,6 +96,7 @@ def check_statistics(plan: Plan, statistics: Statistics) -> None:
                 raise PlanError(f"{where}: of another model: they know {module}, which {plan.checkpoint.folder} lacks")
     mtp = {spec.name.removesuffix(".weight") for spec in identify(plan.checkpoint.config).tensors() if spec.mtp}
     hessians: dict[str, bool] = {}
+    judged: dict[str, bool] = {}
     for unit in filter(guided, plan.units()):
         source, pool, columns = input_of(unit.module), pool_of(unit.module), unit.shape[1]
         if f"{unit.module}.tokens" not in shapes and unit.module not in mtp:
@@ -105,10 +110,17 @@ def check_statistics(plan: Plan, statistics: Statistics) -> None:
         if unit.method == "gptq":
             there = f"{source}.hessian" in shapes or f"{pool}.hessian" in shapes
             hessians[unit.role] = hessians.get(unit.role, False) or there
+            there = f"{source}.heldout" in shapes or f"{pool}.heldout" in shapes
+            judged[unit.role] = judged.get(unit.role, False) or there
     if lacking := sorted(role for role, there in hessians.items() if not there):
         raise PlanError(
             f"{where}: no Hessians of {lacking[0]} in it, which GPTQ needs; make them with "
             f"`{_command(plan.checkpoint, lacking)}`"
+        )
+    if lacking := sorted(role for role, there in judged.items() if not there):
+        raise PlanError(
+            f"{where}: no held-out inputs of {lacking[0]} in it, without which no result of GPTQ is taken; calibrate "
+            "on 8 sequences or more"
         )
 
 

@@ -76,6 +76,8 @@ def scale_tensors(model: Model, scales: Mapping[int, Mapping[str, float]]) -> di
 
 def misfit(kv: KVScales, model: Model) -> str | None:
     """Why a manifest is not of this model, in words; None where its layers are this model's."""
+    if kv.architecture != model.architecture.name:
+        return f"it is of {kv.architecture}, the model is {model.architecture.name}"
     ours = [layer for layer in model.cache() if not layer.mtp]
     if kv.num_layers != len(ours):
         return f"it is of {kv.num_layers} layers, the model has {len(ours)}"

@@ -107,7 +107,15 @@ def make_plan(
     notes += kv.notes(found.model, extras)
     before, after = checkpoint.total_size, sum(output.part.nbytes for unit in units for output in unit.outputs)
     if after > before:
-        notes.append(f"the artifact is larger than its source: {after / 1e9:,.1f} GB from {before / 1e9:,.1f} GB")
+        notes.append(f"the artifact is larger than its source: {after:,} bytes from {before:,}")
+    twice = [
+        u for u in units if u.action == "quantized" and u.source_format.startswith("int4") and "int4" in u.target_format
+    ]
+    if twice:
+        notes.append(
+            f"{len(twice):,} matrices are {twice[0].source_format} and are rounded a second time, to "
+            f"{twice[0].target_format}: their first source gives a smaller error"
+        )
     if dropped:
         notes.append(f"dropped: {len(dropped):,} tensors of the MTP layer")
     position = {name: number for number, name in enumerate(checkpoint.tensors)}

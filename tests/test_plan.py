@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import variants
 
 from phasefold.errors import PlanError, RecipeError
 from phasefold.formats.checkpoint import INDEX, open_checkpoint
+from phasefold.quantize.convert import convert
 from phasefold.quantize.plan import Plan, make_plan
 from phasefold.quantize.summary import inspect
 from phasefold.recipes import Recipe, load, names, parse
@@ -206,3 +208,9 @@ def test_recipes_are_short_and_survive_the_manifest(name: str) -> None:
     recipe = load(name)
     assert parse(recipe.to_json(), name) == recipe
     assert name == recipe.name and recipe.summary and len(recipe.rules) <= 3
+
+
+def test_int4_that_is_rounded_a_second_time_is_told(tmp_path: Path) -> None:
+    convert(make_plan(open_checkpoint(TINY), load("glm-decode-int4-g128")), tmp_path / "g128")
+    notes = make_plan(open_checkpoint(tmp_path / "g128"), load("glm-decode-int4")).notes
+    assert any(re.search(r"\d+ matrices are int4-g128 and are rounded a second time, to int4-g32", n) for n in notes)
