@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, PlanError, ResumeError
+from ..errors import PlanError, ResumeError
 from ..formats.checkpoint import Checkpoint
 from ..formats.statistics import STATISTICS, open_statistics
-from ..quantize.output import atomic_write, flush_folder, to_json, writing
+from ..quantize.output import atomic_write, flush_folder, refuse_changed, stamps, to_json, writing
 
 WORK = ".work"
 _JOB, _STATE = "job.json", "state.json"
@@ -87,18 +87,18 @@ class Work:
             os.close(lock)
 
     def _note(self) -> None:
-        """Write the claim. Where a file of the source has changed since the job began, it begins anew."""
-        try:
-            stats = {file: (self._source.folder / file).stat() for file in self._source.sizes}
-        except OSError as error:
-            raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
-        files = {file: [found.st_size, found.st_mtime_ns] for file, found in stats.items()}
+        """Write the claim. ResumeError where layers are done and a file of the source has changed since."""
+        files = stamps(self._source)
         claim = to_json({"job": self.job, "files": files})
         path = self.folder / _JOB
         with writing(self.out):
-            if not path.exists() or path.read_bytes() != claim:
-                (self.folder / _STATE).unlink(missing_ok=True)
-                atomic_write(path, claim)
+            if path.exists() and path.read_bytes() == claim:
+                return
+            if done := len(self.done()):
+                before = _read(path).get("files")
+                refuse_changed(self.out, before, files, self._source, f"{done} finished layer{'s' if done > 1 else ''}")
+            (self.folder / _STATE).unlink(missing_ok=True)
+            atomic_write(path, claim)
 
     def done(self) -> list[dict[str, Any]]:
         """Entries of the layers that are finished; none where a file of theirs has gone or has another size."""

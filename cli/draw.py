@@ -93,6 +93,8 @@ def result(done: Result, out: str) -> None:
     table(["role", "units", "from", "", "to", "size", "mean error"], rows, "lrlllrr")
     for role, counts in methods(made, done.manifest.units).items():
         print(f"{role}: codes of " + ", ".join(f"{count:,} by {CODES[name]}" for name, count in counts.items()))
+        if counts.keys() & {"gptq", "gptq-pool"}:
+            print("note: GPTQ minimises the error of outputs; that of the weights, above, is larger than the search's")
     if tiny := done.manifest.scales["tiny_scales"]:
         print(f"note: {tiny:,} tiny scales were met; they are exact here, kernels that flush denormals read zero")
     if done.resumed_shards == len(made.shards):
@@ -316,6 +318,11 @@ class Passes:
 def say(text: str) -> None:
     """Print one line that may hold names of files and tensors."""
     print(clean(text))
+
+
+def notice(text: str) -> None:
+    """A line on stderr, also where stdout is JSON."""
+    print(f"note: {clean(text)}", file=sys.stderr)
 
 
 def clean(text: str) -> str:

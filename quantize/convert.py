@@ -18,7 +18,7 @@ from typing import Any
 from .. import __version__
 from ..errors import CheckpointError, PlanError
 from ..formats import formats
-from ..formats.checkpoint import INDEX, MANIFEST, Reader, side_files
+from ..formats.checkpoint import INDEX, MANIFEST, WORK, Reader, side_files
 from ..formats.manifest import Manifest
 from ..formats.statistics import Statistics
 from . import kernels, output
@@ -55,11 +55,13 @@ def convert(
     workers: int = 2,
     progress: Progress | None = None,
     statistics: Statistics | None = None,
+    notice: Callable[[str], None] | None = None,
 ) -> Result:
     """Write the artifact that `plan` describes into `out`, or go on with it.
 
     Needs no memory but a few row blocks a worker; GPTQ `guide.worker_bytes`. `progress` is told the source bytes of
     each unit that is done. statistics: those that the plan was made with, where any of its units is guided by them.
+    `notice` is told in a sentence where finished shards are made anew, because a file of the source has changed.
     Raises PhasefoldError with the first thing that is wrong; finished shards stay, and the folder never looks whole.
     """
     wall, cpu = time.monotonic(), time.process_time()
@@ -78,7 +80,10 @@ def convert(
     else:
         held = output.finished_shards(out, plan)
         output.check_space(out, sum(sides.values()) + sum(s.size for s in plan.shards if s.file not in held))
-        with output.claim(out, plan):
+        with output.claim(out, plan) as given_up:
+            if given_up and notice:
+                notice(f"{source} has changed since this job began (size or time of its files): {given_up:,} finished "
+                       "shards that come from changed files are made anew")  # fmt: skip
             if output.is_finished(out, plan):  # by another process, between the question and the lock
                 done, resumed = _already_done(plan, out), len(plan.shards)
             else:
@@ -108,7 +113,7 @@ def convert(
 
 def _already_done(plan: Plan, out: Path) -> Manifest:
     done = output.check_finished(out, plan)
-    if (out / output.WORK).exists():
+    if (out / WORK).exists():
         output.remove_work(out)
     return done
 

@@ -20,11 +20,10 @@ from typing import Any
 
 from .. import __version__
 from ..errors import CheckpointError, PlanError, ResumeError
-from ..formats.checkpoint import MANIFEST, side_files
+from ..formats.checkpoint import MANIFEST, WORK, Checkpoint, side_files
 from ..formats.manifest import Manifest, read_manifest
 from .plan import Plan
 
-WORK = ".phasefold"
 LOCK = f"{WORK}/lock"
 PARTIAL = ".partial"
 
@@ -94,11 +93,8 @@ def _is_finished(out: Path, plan: Plan) -> bool:
 
 
 def _plan_in(path: Path, key: str) -> str | None:
-    try:
-        value = json.loads(path.read_bytes())
-        return value.get(key) if isinstance(value, dict) else None
-    except (OSError, ValueError):
-        return None
+    value = _begun(path).get(key)
+    return value if isinstance(value, str) else None
 
 
 def check_place(source: Path, out: Path) -> None:
@@ -123,8 +119,11 @@ def check_space(out: Path, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def claim(out: Path, plan: Plan) -> Iterator[None]:
-    """Hold the folder for this job: make it, write the claim, lock it against a second process."""
+def claim(out: Path, plan: Plan) -> Iterator[int]:
+    """Hold the folder for this job: make it, write the claim, lock it against a second process.
+
+    -> how many finished shards the claim has given up: see `_note_job`.
+    """
     with writing(out):
         (out / WORK).mkdir(parents=True, exist_ok=True)
         flush_folder(out)
@@ -140,31 +139,65 @@ def claim(out: Path, plan: Plan) -> Iterator[None]:
                 f"{out}: cannot be locked ({error.strerror}); give a folder on another file system"
             ) from None
         with writing(out):
-            _note_job(out, plan)
-        yield
+            gone = _note_job(out, plan)
+        yield gone
     finally:
         os.close(lock)
 
 
-def _note_job(out: Path, plan: Plan) -> None:
-    """Write the claim. Where a source file or phasefold itself has changed since it was last written, start anew.
+def _note_job(out: Path, plan: Plan) -> int:
+    """Write the claim -> how many finished shards are made anew, because a file that they come from has changed.
 
-    The digest of a plan knows the source's headers, not its weights: a shard that was made from other weights, or by
-    another version, must not end up beside the new ones.
+    The digest of a plan knows the source's headers and some of its weights: a shard that was made from other weights,
+    or by another version (then all are), must not end up beside the new ones.
     """
-    folder = plan.checkpoint.folder
+    checkpoint, now = plan.checkpoint, stamps(plan.checkpoint)
+    job = to_json({"plan": plan.digest, "tool": __version__, "recipe": plan.recipe.name, "source": now})
+    path, gone = out / WORK / "job.json", 0
+    if path.exists() and path.read_bytes() == job:
+        return 0
+    begun = _begun(path)
+    before = begun.get("source") if begun.get("tool") == __version__ else None
+    changed = {file for file in now if not isinstance(before, dict) or before.get(file) != now[file]}
+    for shard in plan.shards:
+        names = (unit.module + part.suffix for unit in shard.units for part in unit.source)
+        if any(checkpoint.tensors[name].file in changed for name in names) and record_path(out, shard.file).exists():
+            record_path(out, shard.file).unlink()
+            gone += 1
+    atomic_write(path, job)
+    return gone
+
+
+def stamps(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Size and time of change (nanoseconds) of each of a source's shards."""
     try:
-        stats = {file: (folder / file).stat() for file in plan.checkpoint.sizes}
+        found = {file: (checkpoint.folder / file).stat() for file in checkpoint.sizes}
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
-    files = {file: [found.st_size, found.st_mtime_ns] for file, found in stats.items()}
-    job = to_json({"plan": plan.digest, "tool": __version__, "recipe": plan.recipe.name, "source": files})
-    path = out / WORK / "job.json"
-    if path.exists() and path.read_bytes() != job:
-        for record in (out / WORK).glob("*.safetensors.json"):
-            record.unlink()
-    if not path.exists() or path.read_bytes() != job:
-        atomic_write(path, job)
+    return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in found.items()}
+
+
+def refuse_changed(out: Path, before: Any, now: Mapping[str, list[int]], checkpoint: Checkpoint, done: str) -> None:
+    """ResumeError where a source's files are not those that a job began with: what is done may be of other weights."""
+    if not isinstance(before, dict) or before == now:
+        return
+    file = next(file for file in (*now, *before) if now.get(file) != before.get(file))
+    path, was = checkpoint.folder / file, before.get(file)
+    cure = "delete the folder to begin anew"
+    if was and was[0] == now.get(file, [None])[0]:
+        seconds, rest = divmod(was[1], 10**9)
+        cure += f"; if nothing but its time has changed: touch -d @{seconds}.{rest:09d} {path}"
+    raise ResumeError(
+        f"{out}: {path} has changed since this job began (size or time), its {done} may be of other weights; {cure}"
+    )
+
+
+def _begun(path: Path) -> dict[str, Any]:
+    """What a claim says; {} where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        value = json.loads(path.read_bytes())
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def record_path(out: Path, file: str) -> Path:

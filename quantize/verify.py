@@ -20,6 +20,7 @@ from ..formats.checkpoint import (
     MANIFEST,
     OTHER_WEIGHTS,
     STRAY_CONFIG,
+    WORK,
     Checkpoint,
     Reader,
     open_checkpoint,
@@ -63,7 +64,7 @@ def verify(
     """
     verdict = Verdict()
     theirs = open_checkpoint(source) if source is not None else None
-    if (artifact / output.WORK / "job.json").exists() and not (artifact / "config.json").exists():
+    if (artifact / WORK / "job.json").exists() and not (artifact / "config.json").exists():
         verdict.problems.append(f"{artifact}: unfinished; give the same convert command again to go on")
         return verdict
     try:
@@ -118,7 +119,7 @@ def _check_files(artifact: Path, manifest: Manifest, workers: int, progress: Cal
         name = path.relative_to(artifact).as_posix()
         if name in manifest.files or name == MANIFEST or path.is_dir():
             continue
-        if name.startswith(f"{output.WORK}/") or name.endswith(output.PARTIAL):
+        if name.startswith(f"{WORK}/") or name.endswith(output.PARTIAL):
             problems.append(f"{name}: left over from a job that did not end; give the same convert command again")
         elif name.endswith((".safetensors", *OTHER_WEIGHTS)) or path.name in (INDEX, STRAY_CONFIG):
             problems.append(f"{name}: weights or a config that the manifest does not know")

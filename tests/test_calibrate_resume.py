@@ -111,12 +111,18 @@ def test_another_jobs_folder_is_refused(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == before
 
 
-def test_a_source_that_changed_begins_anew(tmp_path: Path) -> None:
+def test_a_source_that_changed_is_not_gone_on_with(tmp_path: Path) -> None:
     folder = variants.save(tmp_path / "source", *variants.load(TINY))
     stopped(tmp_path / "out", folder)
-    for path in folder.glob("*.safetensors"):
-        os.utime(path, (1, 1))
-    assert calibrate(job_of(folder), tmp_path / "out").resumed == 0
+    path = min(folder.glob("*.safetensors"))
+    before = path.stat().st_mtime_ns
+    os.utime(path, (1, 1))
+    with pytest.raises(
+        ResumeError, match=r"has changed since .* 2 finished layers may be of other weights; .*touch -d @"
+    ):
+        calibrate(job_of(folder), tmp_path / "out")
+    os.utime(path, ns=(before, before))
+    assert calibrate(job_of(folder), tmp_path / "out").resumed == 2
 
 
 def test_a_layers_file_that_is_gone_or_cut_begins_anew(tmp_path: Path) -> None:

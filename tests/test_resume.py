@@ -177,18 +177,41 @@ def test_a_source_that_disappears_and_comes_back(tmp_path: Path, whole: dict[str
 
 
 def test_a_source_with_other_weights_is_not_mixed_in(tmp_path: Path, whole: dict[str, str]) -> None:
-    """Same headers, other values, as after a second download of a damaged shard: every shard is made anew."""
+    """Same headers, other values, as after a second download of a damaged shard: what came from it is made anew."""
     source = Path(shutil.copytree(TINY, tmp_path / "tiny-glm5"))
     shard = source / "model-00002-of-00003.safetensors"
     raw = shard.read_bytes()
-    shard.write_bytes(raw[:-4] + b"\x00\x7f\x00\x00")  # a BF16 weight of 1.7e38
+    shard.write_bytes(raw[:-4] + b"\xc0\x7f\x00\x00")
     made = plan(source)
-    shard.rename(tmp_path / "away")
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="not finite"):
         convert(made, tmp_path / "out", workers=1)
+    done = len(output.finished_shards(tmp_path / "out", made))
     shard.write_bytes(raw)
-    assert convert(plan(source), tmp_path / "out").resumed_shards == 0
-    assert hashes(tmp_path / "out") == whole
+    again, told = plan(source), []
+    assert done and again.digest == made.digest, "the damage lies where the digest does not look"
+    from_it = [s for s in again.shards if any(again.checkpoint.tensors[u.module + p.suffix].file == shard.name
+                                             for u in s.units for p in u.source)]  # fmt: skip
+    lost = sum(output.record_path(tmp_path / "out", s.file).exists() for s in from_it)
+    assert convert(again, tmp_path / "out", notice=told.append).resumed_shards == done - lost
+    assert len(told) == bool(lost) and hashes(tmp_path / "out") == whole
+
+
+def test_shards_of_a_source_that_was_touched_are_made_anew_and_told(tmp_path: Path, whole: dict[str, str]) -> None:
+    source = Path(shutil.copytree(TINY, tmp_path / "tiny-glm5"))
+    made, count = plan(source), 0
+
+    def stop(_: int) -> None:
+        nonlocal count
+        if count := len(output.finished_shards(tmp_path / "out", made)):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(made, tmp_path / "out", workers=1, progress=stop)
+    for path in source.glob("*.safetensors"):
+        os.utime(path, (1, 1))
+    told: list[str] = []
+    assert convert(made, tmp_path / "out", notice=told.append).resumed_shards == 0
+    assert len(told) == 1 and f"{count} finished shards" in told[0] and hashes(tmp_path / "out") == whole
     (source / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ResumeError, match=r"the source's tokenizer_config\.json has changed"):
         convert(plan(source), tmp_path / "out")
