@@ -213,8 +213,8 @@ def _begun(file: Path, encode: Encode, length: int, limit: int, wanted: int) -> 
         if last and not content.strip():
             raise TextError(_EMPTY.format(file))
         tokens = encode(content, str(file), wanted)
-        if not last:  # what comes of an end that is none is not given: it lies far behind, or else more is read
-            tokens = tokens[:wanted] if len(tokens) > wanted else []
+        if not last:  # no token is given that the end could have shaped, which is none: only the first half of them
+            tokens = tokens[: len(tokens) // 2 // length * length]
         for start in range(given, len(tokens), length):
             yield _Piece(tokens[start : start + length], documents=int(start == 0))
         if last:
