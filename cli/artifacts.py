@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import CheckpointError, PlanError
+from ..errors import CheckpointError, UsageError
 from . import draw
 from .options import (
     FoldFile,
@@ -115,7 +115,7 @@ def convert(
     from ..quantize.summary import result_keys
 
     if device == Device.cuda:
-        raise PlanError("device cuda: this version packs on the CPU; give --device cpu, or nothing")
+        raise UsageError("device cuda: this version packs on the CPU; give --device cpu, or nothing")
     with ends_cleanly("interrupted; finished shards are kept, give the same command again to go on"):
         statistics = open_stats(stats)
         made = planned(source, recipe, mtp, shard_size, statistics, fold=fold, unfold=unfold, kv=kv)

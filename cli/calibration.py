@@ -13,7 +13,7 @@ import typer
 
 from ..errors import UsageError
 from . import draw
-from .options import Json, Source, ends_cleanly, open_source, print_json, size_of
+from .options import Json, Source, ends_cleanly, open_source, print_json, size_of, usable_device
 
 if TYPE_CHECKING:
     from ..calib.model import Source as Opened
@@ -69,7 +69,6 @@ def calibrate(
         limit = size_of(memory)
         checkpoint = open_source(source)
         from ..calib.model import Source as Opened
-        from ..calib.model import check_device
         from ..calib.run import Job, Options
         from ..calib.run import calibrate as carry_out
         from ..calib.summary import summary
@@ -78,8 +77,7 @@ def calibrate(
         from ..quantize.convert import peak_rss
 
         opened = Opened(checkpoint)
-        place = _device(device)
-        check_device(place)
+        place = usable_device(_device(device))
         blocks = _length(opened, length)
         roles = _roles(opened, hessians)
         tokenizer = load_tokenizer(checkpoint.folder, trust_remote_code=trust_remote_code)

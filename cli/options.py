@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, LoadError, UsageError
 from . import draw
 
 if TYPE_CHECKING:
@@ -83,6 +83,17 @@ def open_stats(folder: str | None) -> Statistics | None:
     return open_statistics(Path(folder)) if folder is not None else None
 
 
+def usable_device(name: str) -> str:
+    """A device as torch names it. UsageError where this torch cannot use it."""
+    from ..calib.model import check_device
+
+    try:
+        check_device(name)
+    except LoadError as error:
+        raise UsageError(str(error)) from None
+    return name
+
+
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -104,6 +115,8 @@ def planned(
     from ..quantize.plan import make_plan
     from ..recipes import load, names
 
+    if recipe not in names() and recipe.endswith(".toml") and not os.path.exists(recipe):
+        raise UsageError(f"no recipe {recipe!r}: there is no such file")
     if recipe not in names() and not recipe.endswith(".toml"):
         raise UsageError(f"no recipe {recipe!r}; there are {', '.join(names())}, or give the path of a .toml file")
     wanted = load(recipe)

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import UsageError
 from . import draw
-from .options import Artifact, Json, SharedFusion, ends_cleanly
+from .options import Artifact, Json, SharedFusion, ends_cleanly, usable_device
 from .verdict import given, merged, pointing_to_check, told
 
 if TYPE_CHECKING:
@@ -115,19 +115,26 @@ def pair(
     if not run and (useless := given(run_only)):
         raise UsageError(f"{useless}: only for pair --run; add --run, or leave it out")
     layout = _rows_of(kv_dtype) if run else ""
+    if "" in (prompt or []):
+        raise UsageError("--prompt '': is empty; give some text, or leave it out")
     if kv is not None and layout not in ("", "fp8_e4m3"):
         raise UsageError(f"--kv: {layout} rows are stored at no such scale; add --kv-dtype fp8_e4m3, or leave it out")
+    place = usable_device(device) if device is not None else "cpu"
     gc.disable()  # see options.planned
     names = [str(runtime)] if runtime else ["vllm", "sglang"]
     folders = Path(prefill), Path(decode)
     findings: list[Finding] = []
+    judged: list[Deployment] = []
     with pointing_to_check(*folders):
+        if tokens is not None:
+            _check_tokens(folders[0], tokens)
         made, scales = scales_for(folders, Path(kv)) if kv is not None else (None, None)
         for name in names:
             pools = _pools(
                 name, tp, prefill_tp, decode_tp, ep, prefill_ep, decode_ep, sm, kv_dtype, page_size, attention_backend,
                 mtp,
             )  # fmt: skip
+            judged.append(pools[1])
             if run:  # D2 says of both pools what K5 says of each
                 findings += [finding for finding in judge(folders, pools)[0] if finding.rule != "K5"]
             findings += belong(*folders, *pools)
@@ -135,21 +142,28 @@ def pair(
                 findings += judge_scales(folders, pools, Path(str(kv)), made)
     findings = merged(findings)
     more: dict[str, Any] = {}
-    stops = [f for f in findings if f.severity == "silent" or (f.severity == "error" and not f.rule.startswith("D"))]
+    stops = [finding for finding in findings if finding.severity != "warning"]
     if run and stops:
-        print(f"not served: {draw.finding(stops[0])}", file=sys.stderr)
+        blamed = {finding.runtime for finding in stops}
+        hints = [f"; --runtime {name} is served" for name in names if not {name, "both"} & blamed]
+        print(draw.clean(f"not served: {draw.finding(stops[0])}{''.join(hints)}"), file=sys.stderr)
     elif run:
         from ..serving.pair import serve
 
         gc.enable()
         asked = prompt or list(PROMPTS)
+        layout, differing = _simulated(folders[1], judged)
+        if differing:
+            print(differing, file=sys.stderr)
+        if layout != "fp8_e4m3":  # rows with scales of their own, where plain ones were asked for: D4 says so
+            scales = None
         taken_from = "file" if scales is not None else "artifact"
         if scales is None and layout == "fp8_e4m3":  # as vLLM does; that both hold the same, D4 has seen to
             scales = held_scales(folders[0])
         with ends_cleanly("interrupted"):
             more = serve(
                 *folders, asked, tokens=tokens or 32, kv=layout, source=Path(source) if source else None,
-                page_size=page_size or 64, device=device or "cpu", scales=scales,
+                page_size=page_size or 64, device=place, scales=scales,
             )  # fmt: skip
         more["kv_scales"] = None if scales is None else taken_from
         if not as_json:
@@ -172,6 +186,39 @@ def _rows_of(asked: str) -> str:
             "kv dtype fp8_e5m2: the reference runtime has no such rows; give bfloat16, fp8_e4m3 or fp8_ds_mla"
         )
     return found
+
+
+def _check_tokens(folder: Path, tokens: int) -> None:
+    """UsageError where the model has no positions for so many, whatever the prompt."""
+    from ..families import identify
+    from ..formats.checkpoint import open_checkpoint
+
+    most = identify(open_checkpoint(folder).config).text.get("max_position_embeddings")
+    if isinstance(most, int) and tokens >= most:
+        raise UsageError(
+            f"--tokens {tokens:,}: this model has {most:,} positions (max_position_embeddings) for prompt and "
+            "continuation; ask for fewer"
+        )
+
+
+def _simulated(folder: Path, pools: list[Deployment]) -> tuple[str, str]:
+    """The form of the rows that `--run` keeps, and a sentence where two runtimes' are not alike.
+
+    pools: the decode pool of each runtime; its rows are prefill's too, or D2 had stopped it. The first one's are taken.
+    """
+    from ..families import identify
+    from ..formats.checkpoint import open_checkpoint
+    from ..serving.kv_layout import kv_layout
+
+    model = identify(open_checkpoint(folder).config)
+    first, *others = [(at.runtime, kv_layout(model, at, "decode")) for at in pools]
+    told = f"KV rows: as {draw.RUNTIMES[first[0]]}'s {first[1].backend} writes them ({first[1].row})"
+    differing = [
+        f"{told}; {draw.RUNTIMES[name]}'s {layout.backend} writes {layout.row}, simulated with --runtime {name}"
+        for name, layout in others
+        if layout.form != first[1].form
+    ]
+    return first[1].form, "".join(differing)
 
 
 def launch(

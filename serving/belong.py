@@ -104,13 +104,13 @@ def _d1_model(first: _Pool, second: _Pool) -> Iterator[Finding]:
     if changed:
         message = "the pools run different models: the decode pool reads a cache that means something else to it"
         yield _finding(
-            "D1", "silent", pools, "config.json", f"{', '.join(changed)}: {message}; fold both from one source"
+            "D1", "silent", pools, "config.json", f"{', '.join(changed)}: {message}; convert both from one source"
         )
     if doubtful:
         message = "only one config has it, or they end texts differently; see which is right and write it into both"
         yield _finding("D1", "warning", pools, "config.json", f"{', '.join(doubtful)}: {message}")
     if not _same_cache(first, second) and not changed:
-        message = "the layers do not keep the same of each token; fold both artifacts from one source"
+        message = "the layers do not keep the same of each token; convert both artifacts from one source"
         yield _finding("D1", "silent", pools, "config.json", message)
     for severity, name, message in differing_side_files(first.checkpoint.folder, second.checkpoint.folder):
         yield _finding("D1", severity, pools, name, message)
@@ -250,7 +250,7 @@ def _d5_identity(first: _Pool, second: _Pool, norms: Norms) -> Iterator[Finding]
             yield _finding("D5", "warning", (pool, pool), MANIFEST, f"{message} if that was not meant")
     if norms.others:
         message = f"{len(norms.others)} tensors that both hold unquantized differ: the two come from different weights"
-        yield _finding("D5", "silent", pools, norms.others[0], f"{message}; fold both artifacts from one source")
+        yield _finding("D5", "silent", pools, norms.others[0], f"{message}; convert both artifacts from one source")
         return
     sources = [str(pool.manifest.source.get("digest")) if pool.manifest else "" for pool in pools]
     identities = [{pool.checkpoint.digest, source} - {""} for pool, source in zip(pools, sources, strict=True)]
@@ -293,7 +293,7 @@ def _other_weights(first: _Pool, second: _Pool, one_source: bool, related: bool)
         f"{len(sample.differing)} of {sample.compared} matrices that were sampled differ by more than rounding does "
         f"(up to {sample.distance:.0%}): the two come from different weights"
     )
-    cure = "fold both artifacts from one source"
+    cure = "convert both artifacts from one source"
     if near:
         message, cure = (
             f"{message}, or one was rounded twice, or to fit calibration data",
@@ -317,7 +317,7 @@ def _d6_mtp(first: _Pool, second: _Pool) -> Iterator[Finding]:
         message = f"MTP layers: prefill {asked[0]} ({held[0]} stored), decode {asked[1]} ({held[1]} stored)"
         effect = "the pools draft differently" if used else "speculative decoding can be turned on in one pool only"
         subject = "num_nextn_predict_layers"
-        yield _finding("D6", "error" if used else "warning", pools, subject, f"{message}: {effect}; fold both alike")
+        yield _finding("D6", "error" if used else "warning", pools, subject, f"{message}: {effect}; convert both alike")
     elif used and not held[0]:
         message = "speculative decoding is asked for, but neither checkpoint holds an MTP layer; serve without it"
         yield _finding("D6", "error", pools, "mtp", message)

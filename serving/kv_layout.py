@@ -46,6 +46,13 @@ class KVLayout(NamedTuple):
     row_bytes: int
     refusal: str = ""
 
+    @property
+    def form(self) -> str:
+        """The row in the words of `paged.rows`: bf16, fp8_e4m3, fp8_ds_mla (or fp8_e5m2, which is not there); or ""."""
+        if "float32 scales" in self.row:
+            return "fp8_ds_mla"
+        return "bf16" if self.row.endswith("16-bit float") else self.row and f"fp8_{self.row.rpartition(' ')[2]}"
+
 
 class _Shape(NamedTuple):
     """What the choice depends on. head: width of a row (MLA) or of a head; dsa: sparse attention with an indexer."""

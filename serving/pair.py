@@ -170,7 +170,7 @@ def _check_requests(requests: Sequence[Request], engine: Engine) -> None:
         if length > config.max_position_embeddings:
             raise LoadError(
                 f"prompt and continuation take {length} tokens, and the model has {config.max_position_embeddings} "
-                "positions; give a shorter prompt"
+                "positions; give a shorter prompt, or ask for fewer tokens"
             )
 
 

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from test_cli import run, run_json
 
 from phasefold.cli.load import _hint, _without
+from phasefold.cli.serving import _simulated
 from phasefold.formats.checkpoint import INDEX
+from phasefold.serving.deployment import Deployment
 from phasefold.serving.runtimes.load import Loaded
 
 SOURCE = str(variants.EXAMPLES / "tiny-glm4")
@@ -105,6 +107,58 @@ def test_pair(pair: tuple[str, str]) -> None:
 def test_rows_of_both_pools_are_told(pair: tuple[str, str]) -> None:
     said = run("pair", *pair, "--run", "--kv-dtype", "fp8_e4m3", "--tokens", "2", "--prompt", "x").stdout
     assert "KV rows: prefill fp8_e4m3, 512 bytes a token; decode fp8_e4m3, 512 bytes a token" in said
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """GLM-5's attention: the runtimes keep rows of their own forms."""
+    folder = tmp_path_factory.mktemp("sparse")
+    for name, recipe in (("prefill", "glm-prefill-fp8"), ("decode", "glm-decode-int4")):
+        run("convert", str(variants.EXAMPLES / "tiny-glm5"), str(folder / name), "--recipe", recipe)
+    return str(folder / "prefill"), str(folder / "decode")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--runtime", "sglang", "--kv-dtype", "fp8_ds_mla"], "not served: D2 SGLang: refuses to load: kv cache"),
+        (["--runtime", "vllm", "--kv-dtype", "fp8_e4m3"], "not served: D2 vLLM: refuses to load: kv cache"),
+        (["--kv-dtype", "fp8_e4m3"], "not served: D2 vLLM: refuses to load: kv cache; --runtime sglang is served"),
+    ],
+)
+def test_pools_that_do_not_start_are_not_served(sparse: tuple[str, str], words: list[str], said: str) -> None:
+    done = run("pair", *sparse, "--run", *words, code=3)
+    assert done.stderr == f"{said}\n"
+    assert "does not start" in done.stdout and "against" not in done.stdout  # findings, and no table of agreement
+    found = run_json("pair", *sparse, "--run", *words, code=3)
+    assert {f["rule"] for f in found["findings"]} == {"D2"} and found.keys() == {"ok", "findings"}
+
+
+@pytest.mark.parametrize(("sm", "form", "kept"), [("90", "fp8_ds_mla", 196), ("100", "fp8_e4m3", 160)])
+def test_served_rows_are_those_that_the_runtime_keeps(sparse: tuple[str, str], sm: str, form: str, kept: int) -> None:
+    """SGLang's flashmla_kv on Hopper writes scales into its rows, trtllm on Blackwell plain e4m3, of one --kv-dtype."""
+    words = "--runtime", "sglang", "--kv-dtype", "fp8_e4m3", "--sm", sm, "--tokens", "2", "--prompt", "x"
+    served = run_json("pair", *sparse, "--run", *words)
+    config = json.loads((Path(sparse[0]) / "config.json").read_text())
+    layers, index = config["num_hidden_layers"], config["index_head_dim"] + 4
+    assert served["kv"] == {"prefill": form, "decode": form}
+    assert kept * layers < served["kv_bytes_per_token"]["decode"] <= (kept + index) * layers
+
+
+def test_rows_that_differ_between_runtimes_are_told(sparse: tuple[str, str], tmp_path: Path) -> None:
+    """A head of 512 + 64 is served by vLLM too, in plain rows."""
+    config = json.loads((Path(sparse[0]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}))
+    save_file({}, tmp_path / "model.safetensors")
+    pools = [Deployment(name, kv_dtype="fp8_e4m3") for name in ("vllm", "sglang")]
+    form, said = _simulated(tmp_path, pools)
+    assert form == "fp8_e4m3" and "as vLLM's FLASHINFER_MLA_SPARSE_SM90 writes them (512 + 64 e4m3)" in said
+    assert said.endswith(
+        "SGLang's flashmla_kv writes 512 e4m3, 4 float32 scales, 64 bfloat16, simulated with --runtime sglang"
+    )
+    assert _simulated(tmp_path, pools[::-1])[0] == "fp8_ds_mla"
+    assert _simulated(tmp_path, pools[1:]) == ("fp8_ds_mla", "")
+    assert _simulated(tmp_path, [Deployment(name, kv_dtype="bfloat16") for name in ("vllm", "sglang")]) == ("bf16", "")
 
 
 def _config_group_of_64(folder: Path) -> None:
@@ -206,6 +260,9 @@ def test_what_the_mode_that_it_came_to_does_not_use() -> None:
         (["pair", SOURCE, SOURCE, "--source", SOURCE], 2, "--source: only for pair --run"),
         (["pair", SOURCE, SOURCE, "--device", "cpu"], 2, "--device: only for pair --run"),
         (["pair", SOURCE, SOURCE, "--run", "--kv-dtype", "fp8_e5m2"], 2, "no such rows"),
+        (["pair", SOURCE, SOURCE, "--run", "--prompt", ""], 2, "--prompt '': is empty"),
+        (["pair", SOURCE, SOURCE, "--run", "--tokens", "100000"], 2, "--tokens 100,000: this model has 2,048 pos"),
+        (["pair", SOURCE, SOURCE, "--run", "--device", "nonsense"], 2, "device 'nonsense': this torch cannot use it"),
         (["load", "nowhere"], 1, "nowhere"),
         (["load", SOURCE, "--runtime", "reference", "--mode", "dry"], 2, "dry"),
         (["load", SOURCE, "--runtime", "reference", "--tp", "2"], 2, "--tp: without meaning for load --runtime ref"),
