@@ -276,19 +276,20 @@ def _d5_identity(first: _Pool, second: _Pool, norms: Norms) -> Iterator[Finding]
 
 
 def _other_weights(first: _Pool, second: _Pool, one_source: bool, related: bool) -> Finding | None:
-    """A source's digest is that of its headers, which a fine-tuned model shares with its base: look at some weights.
+    """A source's digest knows headers and few weights, and of a stranger's checkpoint nothing is told: look at some.
 
     one_source: each was rounded once, from the same numbers. If not, one may be made of the other's FP8 release, or be
     related, by way of another artifact, and a stranger's INT4 may be rounded otherwise than to the nearest code (GPTQ,
     AWQ): then a warning, where it is near.
     """
+    packed = [pool for pool in (first, second) if any(name.endswith("_packed") for name in pool.checkpoint.tensors)]
     folds = undoing(first.model, first.folding), undoing(second.model, second.folding)
     slack = 0.0 if one_source else ONE_MORE
     errors = fitted(first.manifest, second.manifest)
     sample = compare_weights(first.model, first.checkpoint, second.checkpoint, folds, slack, errors)
     if not sample.differing:
         return None
-    near = not one_source and (related or None in (first.manifest, second.manifest)) and sample.distance < _UNLIKE
+    near = not one_source and (related or any(pool.manifest is None for pool in packed)) and sample.distance < _UNLIKE
     message = (
         f"{len(sample.differing)} of {sample.compared} matrices that were sampled differ by more than rounding does "
         f"(up to {sample.distance:.0%}): the two come from different weights"
