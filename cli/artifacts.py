@@ -43,6 +43,8 @@ class Device(StrEnum):
 
 def inspect(source: Source, as_json: Json = False) -> None:
     """What a checkpoint is: family, roles, storage formats, totals. Reads headers only."""
+    from ..quantize.extras import Extras
+    from ..quantize.fold import notes as folding_notes
     from ..quantize.kernels import backend
     from ..quantize.summary import inspect as summarise
 
@@ -54,6 +56,8 @@ def inspect(source: Source, as_json: Json = False) -> None:
     draw.say(
         f"{source}: {found['family']} ({found['architecture']}), {found['tensors']:,} tensors, {size}, {parameters}"
     )
+    for note in folding_notes(Extras(folding=found["folding"])):
+        draw.say(note)
     print(f"codec: {found['backend']}")
     rows = [[role, f"{r['tensors']:,}", draw.size(r["bytes"]), r["format"]] for role, r in found["roles"].items()]
     draw.table(["role", "tensors", "bytes", "stored as"], rows, "lrrl")

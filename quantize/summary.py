@@ -9,13 +9,17 @@ from typing import Any, NamedTuple
 from ..formats.checkpoint import Checkpoint
 from .account import account
 from .convert import Result
+from .fold import held
 from .guide import METHODS, guided, worker_bytes
 from .plan import Plan
 from .units import Unit
 
 
 def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Family, totals, and what each role is stored as. `parameters` counts logical elements, scales left out."""
+    """Family, totals, and what each role is stored as. `parameters` counts logical elements, scales left out.
+
+    `folding` is what the checkpoint's manifest tells of: layer -> cached part -> exponent.
+    """
     found = account(checkpoint)
     formats: dict[str, int] = {}
     roles: dict[str, dict[str, Any]] = {}
@@ -34,6 +38,7 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         "parameters": sum(math.prod(item.shape) for item in found.items if item.spec.role != "buffer"),
         "shards": len(checkpoint.sizes),
         "mtp": found.has_mtp,
+        "folding": held(checkpoint),
         "formats": formats,
         "roles": {name: role | {"format": ", ".join(role["format"])} for name, role in roles.items()},
     }

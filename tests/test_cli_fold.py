@@ -37,6 +37,8 @@ def test_fold_and_unfold(tmp_path: Path) -> None:
     manifests = [read_manifest(Path(folder)) for folder in (prefill, decode)]
     assert manifests[0].extras == manifests[1].extras
     assert manifests[0].extras.keys() == {"folding", "folded_by"} and manifests[0].extras["folded_by"]["same_source"]
+    assert run_json("inspect", decode)["folding"] == manifests[1].extras["folding"]
+    assert "folded: k by 2^" in run("inspect", decode).stdout and "folded" not in run("inspect", str(GLM4)).stdout
     run("convert", decode, back, "--recipe", "keep", "--unfold")
     run("convert", str(GLM4), plain, "--recipe", "glm-decode-int4")
     theirs, ours = variants.load(Path(plain))[0], variants.load(Path(back))[0]
