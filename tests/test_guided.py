@@ -362,7 +362,10 @@ def test_a_job_goes_on_with_its_own_statistics_only(folder, tmp_path: Path) -> N
 
 def test_recipes_of_gptq() -> None:
     assert all(
-        load(name).rules[0].objective == "imatrix" for name in ("glm-decode-int4-g128-gptq", "kimi-decode-int4-gptq")
+        load(f"{base}-{method}").rules[0].objective == "imatrix"
+        and load(f"{base}-{method}").rules[0].format == load(base).rules[0].format
+        for base in ("glm-decode-int4", "glm-decode-int4-g128", "kimi-decode-int4")
+        for method in ("imatrix", "gptq")
     )
     for rule, words in (
         ({"method": "gptq", "objective": "mse"}, "gptq works on scales of objective imatrix, not mse"),
