@@ -7,7 +7,6 @@ needs of every token. `state.json` is replaced when a layer is finished: at any 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -15,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import PlanError, ResumeError
+from ..errors import ResumeError
 from ..formats.checkpoint import Checkpoint
 from ..formats.statistics import STATISTICS, open_statistics
-from ..quantize.output import atomic_write, flush_folder, refuse_changed, stamps, to_json, writing
+from ..quantize.output import atomic_write, flush_folder, locked, refuse_changed, stamps, to_json, writing
 
 WORK = ".work"
 _JOB, _STATE = "job.json", "state.json"
@@ -67,24 +66,12 @@ class Work:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the folder: make it, lock it against a second process, write the claim."""
-        with writing(self.out):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            flush_folder(self.out)
-            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ResumeError(f"{self.out}: another process is working on it") from None
-            except OSError as error:
-                raise PlanError(f"{self.out}: cannot be locked ({error.strerror}); give another file system") from None
+        """Hold the folder for this job, with the claim written."""
+        with locked(self.out, self.folder):
             if self.finished() is not None:  # asked anew: another process may have had the folder since
                 raise ResumeError(f"{self.out}: another process has just finished it; give the same command again")
             self._note()
             yield
-        finally:
-            os.close(lock)
 
     def _note(self) -> None:
         """Write the claim. ResumeError where layers are done and a file of the source has changed since."""

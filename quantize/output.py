@@ -24,7 +24,6 @@ from ..formats.checkpoint import MANIFEST, WORK, Checkpoint, side_files
 from ..formats.manifest import Manifest, read_manifest
 from .plan import Plan
 
-LOCK = f"{WORK}/lock"
 PARTIAL = ".partial"
 
 
@@ -119,16 +118,16 @@ def check_space(out: Path, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def claim(out: Path, plan: Plan) -> Iterator[int]:
-    """Hold the folder for this job: make it, write the claim, lock it against a second process.
+def locked(out: Path, work: Path) -> Iterator[None]:
+    """Make a job's folder and, in it, the one for its work; hold it against a second process.
 
-    -> how many finished shards the claim has given up: see `_note_job`.
+    Raises ResumeError where another process holds it, PlanError where it cannot be made or locked.
     """
     with writing(out):
-        (out / WORK).mkdir(parents=True, exist_ok=True)
+        work.mkdir(parents=True, exist_ok=True)
         flush_folder(out)
         flush_folder(out.resolve().parent)
-        lock = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,11 +137,18 @@ def claim(out: Path, plan: Plan) -> Iterator[int]:
             raise PlanError(
                 f"{out}: cannot be locked ({error.strerror}); give a folder on another file system"
             ) from None
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def claim(out: Path, plan: Plan) -> Iterator[int]:
+    """Hold the folder for this job, with the claim written -> how many finished shards that gives up: `_note_job`."""
+    with locked(out, out / WORK):
         with writing(out):
             gone = _note_job(out, plan)
         yield gone
-    finally:
-        os.close(lock)
 
 
 def _note_job(out: Path, plan: Plan) -> int:
