@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Protocol
 
 from ..errors import CheckpointError
 from ..formats import Part, Shape, formats
 from ..formats.checkpoint import Reader
-from .kernels import Matrix
+from .kernels import Matrix, code_bytes, scale_bytes
 from .scaling import Inexact, Scaling, apply
 
 ROWS = 128
 TARGET_BYTES = 2 << 20  # of codes in a block: about the size of an L2 cache
+
+
+class Room(Protocol):
+    """Where row blocks lie."""
+
+    def get(self, name: str, nbytes: int) -> memoryview:
+        """A writable view for what has this name; names of results end in `_out`."""
+        ...
 
 
 class Buffers:
@@ -72,23 +81,28 @@ class StoredMatrix:
         self.codes, self.rest = parts[0], parts[1:]
         self.rows, self.columns = as_matrix(shape)
 
-    def read(self, first: int, last: int, buffers: Buffers, prefix: str = "") -> Matrix:
+    def outline(self, first: int, last: int) -> Matrix:
+        """Rows first..last (exclusive), of which nothing has been read: codes and scales are empty."""
+        dtype = None if self.kind in ("bf16", "f16", "f32") else self.rest[0].dtype
+        scales = None if dtype is None else b""
+        return Matrix(self.kind, b"", scales, dtype, last - first, self.columns, self.grid.block)
+
+    def read(self, first: int, last: int, buffers: Room, prefix: str = "") -> Matrix:
         """Rows first..last (exclusive) in the buffers `prefix + "codes"` and `prefix + "scales"`.
 
         Raises CheckpointError where they cannot be read, or scaled without loss.
         """
-        row_bytes = self.codes.nbytes // max(self.rows, 1)
-        codes = buffers.get(prefix + "codes", row_bytes * (last - first))
-        self.reader.read(self.module + self.codes.suffix, row_bytes * first, codes)
-        scales: memoryview | None = None
-        dtype = None
-        if self.kind not in ("bf16", "f16", "f32"):
+        matrix = self.outline(first, last)
+        codes = buffers.get(prefix + "codes", code_bytes(matrix))
+        self.reader.read(self.module + self.codes.suffix, self.codes.nbytes // max(self.rows, 1) * first, codes)
+        matrix = matrix._replace(codes=codes)
+        if matrix.scale_dtype is not None:
             part = self.rest[0]
-            start, stop = scale_rows(self.grid.block[0], first, last, self.rows)
             line = part.nbytes // self.grid.scale_shape(self.shape)[0]
-            scales, dtype = buffers.get(prefix + "scales", line * (stop - start)), part.dtype
+            scales = buffers.get(prefix + "scales", scale_bytes(matrix))
+            start, _ = scale_rows(self.grid.block[0], first, last, self.rows)
             self.reader.read(self.module + part.suffix, line * start, scales)
-        matrix = Matrix(self.kind, codes, scales, dtype, last - first, self.columns, self.grid.block)
+            matrix = matrix._replace(scales=scales)
         if self.scaling:
             try:
                 apply(matrix, self.scaling, first, self.shape)
@@ -100,7 +114,7 @@ class StoredMatrix:
                 ) from None
         return matrix
 
-    def check_shape_tensor(self, buffers: Buffers, prefix: str = "") -> memoryview | None:
+    def check_shape_tensor(self, buffers: Room, prefix: str = "") -> memoryview | None:
         """The bytes of `weight_shape`, checked to say what the config says; None where the format has none."""
         part = next((part for part in self.rest if part.suffix == ".weight_shape"), None)
         if part is None:

@@ -94,7 +94,7 @@ def gptq(weight: Tensor, scales: Tensor, factors: Factors, sweeps: int = SWEEPS)
     rows, columns = weight.shape
     weight_KN = weight.T[factors.order].contiguous()
     scales_GN, groups = scales.T.contiguous(), factors.order // (columns // scales.shape[1])
-    codes_KN = torch.empty((columns, rows), dtype=torch.int8)
+    codes_KN = torch.empty((columns, rows), dtype=torch.int8, device=weight.device)
     error_KN = torch.zeros_like(weight_KN)
     for coefficients in (factors.ahead, *[factors.around] * sweeps):
         _sweep(weight_KN, scales_GN, groups, coefficients, codes_KN, error_KN, first=coefficients is factors.ahead)

@@ -7,10 +7,10 @@ up projections of all experts read the same stream. Nothing stands for the input
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from ..errors import CheckpointError, PlanError
@@ -135,8 +135,9 @@ class Guide:
 
     def __init__(self, statistics: Statistics, workers: int) -> None:
         self.statistics = statistics
-        self._factors = _Latest[str, "tuple[Factors | None, bool] | None"](workers)
-        self._pooled = _Latest[str, "tuple[Factors | None, bool] | None"](2)  # workers may be in two layers
+        self._factors = _Latest[tuple[str, str], "tuple[Factors | None, bool] | None"](workers)
+        self._pooled = _Latest[tuple[str, str], "tuple[Factors | None, bool] | None"](2)  # workers may be in two layers
+        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # on each graphics card
         self._moments = _Latest[str, "Tensor | None"](2)
         self._whole = _Latest[str, None](1 << 16)  # files whose bytes were looked through
 
@@ -172,14 +173,21 @@ class Guide:
         return target, "imatrix-pool" if columns.pooled else "imatrix", unit.method == "gptq"
 
     def improve(
-        self, unit: Unit, matrix: Matrix, report: Report, method: str | None, results: tuple[memoryview, Any]
+        self,
+        unit: Unit,
+        matrix: Matrix,
+        report: Report,
+        method: str | None,
+        results: tuple[memoryview, Any],
+        device: str = "cpu",
     ) -> tuple[Report, str | None]:
-        """GPTQ after the search: see `whole.improve`."""
+        """GPTQ after the search: see `whole.improve`. One matrix at a time on a graphics card."""
         from .whole import improve
 
         if report.fault is not None:
             return report, method
-        report, taken = improve(unit.module, matrix, report, *results, self)
+        with self._turns[device] if device != "cpu" else nullcontext():
+            report, taken = improve(unit.module, matrix, report, *results, self, device)
         return report, taken or method
 
     @staticmethod
@@ -189,27 +197,27 @@ class Guide:
 
         return one_thread()
 
-    def factors(self, module: str) -> tuple[Factors | None, bool] | None:
-        """The factored Hessian, and whether it is the pool's alone; None where there is no Hessian for this matrix.
+    def factors(self, module: str, device: str = "cpu") -> tuple[Factors | None, bool] | None:
+        """The factored Hessian, on a device, and whether it is the pool's alone; None where this matrix has no Hessian.
 
         The factors are None where a Hessian has none.
         """
         if not _shares(module):
-            return self._factor(module)
+            return self._factor(module, device)
         source = input_of(module)
         if f"{source}.hessian" in self.statistics.files:
-            return self._factors.get(source, lambda: self._factor(module))
-        return self._pooled.get(str(pool_of(module)), lambda: self._factor(module))
+            return self._factors.get((source, device), lambda: self._factor(module, device))
+        return self._pooled.get((str(pool_of(module)), device), lambda: self._factor(module, device))
 
-    def _factor(self, module: str) -> tuple[Factors | None, bool] | None:
+    def _factor(self, module: str, device: str) -> tuple[Factors | None, bool] | None:
         from .gptq import factor, shrink
 
         own = self._read(f"{input_of(module)}.hessian")
         pool = self._read(f"{pool_of(module)}.hessian") if _shares(module) else None
         if own is not None:
             tokens = self.statistics.tokens(module)
-            return factor(shrink(own, tokens, pool), tokens), False
-        return (factor(pool, 0), True) if pool is not None else None
+            return factor(shrink(own, tokens, pool).to(device), tokens), False
+        return (factor(pool.to(device), 0), True) if pool is not None else None
 
     def heldout(self, module: str) -> Tensor | None:
         """Inputs [m, K] that the statistics have not seen; the pool's for a gate or up projection without any."""

@@ -23,27 +23,31 @@ def improve(
     codes: memoryview,
     scales: memoryview,
     guide: Guide,
+    device: str = "cpu",
 ) -> tuple[kernels.Report, str | None]:
     """Put GPTQ's codes in the place of the search's where they are better; -> the report, and what was taken.
 
-    matrix: all rows. report, codes, scales: what the search left. What was taken: "gptq", "gptq-pool" (by the pool's
-    Hessian alone), "singular" (the search's, because the Hessian has no Cholesky factor) or None (the search's).
+    matrix: all rows. report, codes, scales: what the search left. device: where the linear algebra is done, as torch
+    names it; its order of sums is its own, so a graphics card's codes are not the CPU's. What was taken: "gptq",
+    "gptq-pool" (by the pool's Hessian alone), "singular" (the search's, because the Hessian has no Cholesky factor) or
+    None (the search's).
     """
-    inputs, found = guide.heldout(module), guide.factors(module)
+    inputs, found = guide.heldout(module), guide.factors(module, device)
     if inputs is None or found is None:
         return report, None
     factors, pooled = found
     if factors is None:
         return report, "singular"
-    weight, searched = twin.decode(matrix), _quantized(matrix, codes, scales)
+    weight, inputs = twin.decode(matrix).to(device), inputs.to(device)
+    searched = _quantized(matrix, codes, scales, device)
     chosen = gptq(weight, searched.scales, factors)
     if not output_error(weight, chosen, inputs) < output_error(weight, searched, inputs):
         return report, None
-    codes[:] = pack(chosen.codes).numpy().tobytes()
+    codes[:] = pack(chosen.codes.cpu()).numpy().tobytes()
     return report._replace(error2=weight_error(weight, chosen)), "gptq-pool" if pooled else "gptq"
 
 
-def _quantized(matrix: kernels.Matrix, codes: memoryview, scales: memoryview) -> Quantized:
+def _quantized(matrix: kernels.Matrix, codes: memoryview, scales: memoryview, device: str) -> Quantized:
     words = torch.frombuffer(bytearray(codes), dtype=torch.int32).view(matrix.rows, -1)
     values = torch.frombuffer(bytearray(scales), dtype=torch.bfloat16).view(matrix.rows, -1)
-    return Quantized(unpack(words), values.float())
+    return Quantized(unpack(words).to(device), values.float().to(device))

@@ -17,9 +17,9 @@ from phasefold.quantize import blocks, output
 from phasefold.quantize.account import Item
 from phasefold.quantize.blocks import Buffers
 from phasefold.quantize.choose import Choice, make_unit
-from phasefold.quantize.convert import run_unit
 from phasefold.quantize.shard import ShardWriter
 from phasefold.quantize.units import lay_out
+from phasefold.quantize.work import run_unit
 from phasefold.recipes import Rule
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}

@@ -1,0 +1,135 @@
+"""The threads of a conversion: who works on which unit, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..formats.checkpoint import Reader
+from . import output
+from .blocks import Buffers
+from .guide import Guide
+from .plan import Plan
+from .shard import Outcome, ShardWriter
+from .units import Shard, Unit
+from .work import run_unit
+
+if TYPE_CHECKING:
+    from .cards import Cards
+
+Progress = Callable[[int], None]
+
+
+@dataclass
+class _Open:
+    """A shard that is being written: its units that nobody has taken yet."""
+
+    writer: ShardWriter
+    left: Iterator[Unit]
+
+
+@dataclass
+class Tasks:
+    """Hands out the units of a job, shard after shard, and closes each shard with its last unit.
+
+    stop: set when a worker has failed or the job is interrupted; all then end soon.
+    """
+
+    out: Path
+    shards: list[Shard]
+    progress: Progress | None
+    stop: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _opened: list[_Open] = field(default_factory=list)
+    _begun: int = 0
+
+    def take(self, mine: ShardWriter | None = None, *, apart: bool = False) -> tuple[ShardWriter, Unit] | None:
+        """The next unit, of the shard that is open; None when there are no more.
+
+        apart: of a shard of the worker's own (`mine` is the one it had last), and only at the end of others'. To hash a
+        shard is one thread's work at a time; shards side by side are hashed side by side.
+        """
+        with self._lock:
+            for shard in self._in_order(mine, apart):
+                if (unit := next(shard.left, None)) is not None:
+                    return shard.writer, unit
+        return None
+
+    def _in_order(self, mine: ShardWriter | None, apart: bool) -> Iterator[_Open]:
+        yield from [shard for shard in self._opened if shard.writer is mine or not apart]
+        while self._begun < len(self.shards):
+            shard = self.shards[self._begun]
+            self._begun += 1
+            self._opened.append(_Open(ShardWriter(self.out, shard), iter(shard.units)))
+            yield self._opened[-1]
+        yield from self._opened
+
+    def done(self, writer: ShardWriter, unit: Unit, outcome: Outcome) -> None:
+        """A unit is written."""
+        if self.stop.is_set():  # it may have been left half-way
+            return
+        if writer.finish_unit(unit, outcome):
+            writer.close()
+            with self._lock:
+                self._opened = [shard for shard in self._opened if shard.writer is not writer]
+        if self.progress:
+            with self._lock:
+                self.progress(unit.source_bytes)
+
+    def abandon(self) -> None:
+        """Let half-written shards go."""
+        for shard in self._opened:
+            shard.writer.abandon()
+        for path in self.out.glob(f"*{output.PARTIAL}"):
+            path.unlink(missing_ok=True)
+
+
+def write_shards(
+    plan: Plan,
+    out: Path,
+    shards: list[Shard],
+    workers: int,
+    progress: Progress | None,
+    guide: Guide | None,
+    cards: Cards | None = None,
+) -> None:
+    """Write shards by `workers` threads, each of which works on a unit at a time, or by the lanes of cards."""
+    if not shards:
+        return
+    reader, tasks = Reader(plan.checkpoint), Tasks(out, shards, progress)
+
+    def work() -> None:
+        buffers = Buffers()
+        while not tasks.stop.is_set() and (task := tasks.take()) is not None:
+            writer, unit = task
+            tasks.done(writer, unit, run_unit(unit, reader, writer, buffers, tasks.stop, guide))
+
+    jobs: list[Callable[[], None]]
+    if cards is None:
+        jobs = [work] * min(workers, sum(len(shard.units) for shard in shards))
+    else:
+        jobs = cards.jobs(tasks, reader, guide)
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            with output.writing(out):
+                job()
+        except BaseException:
+            tasks.stop.set()
+            raise
+
+    pool = ThreadPoolExecutor(len(jobs), thread_name_prefix="phasefold")
+    try:
+        with guide.one_thread() if guide else contextlib.nullcontext():
+            for future in [pool.submit(guarded, job) for job in jobs]:
+                future.result()
+    finally:  # also on SIGINT: let the workers end their row block, then clear what is half done
+        tasks.stop.set()
+        pool.shutdown(wait=True)
+        reader.close()
+        tasks.abandon()
