@@ -37,6 +37,7 @@ from .kv import added_bytes
 from .plan import Plan, declared_modules, make_plan
 from .shard import Outcome
 from .units import Unit
+from .work import stays
 
 # Relative errors that no rounding exceeds: e4m3 moves a value by up to 1/17, BF16 by 1/257; INT4 may round all to zero
 LIMITS = {"e4m3": 0.0625, "int4": 1.0, "plain": 0.004}
@@ -182,22 +183,28 @@ def compare_unit(unit: Unit, theirs: Reader, ours: Reader, buffers: Buffers) -> 
     before = StoredMatrix(theirs, unit.module, unit.source, unit.source_format, unit.shape, unit.scaling)
     parts = tuple(output.part for output in unit.outputs)
     after = StoredMatrix(ours, unit.module, parts, unit.target_format, unit.shape)
-    same = unit.kept or (unit.action == "repacked" and not formats()[unit.target_format].plain)
     error2 = norm2 = 0.0
     for first, last in row_blocks(unit.shape, unit.source[0]):
         a, b = before.read(first, last, buffers, "a."), after.read(first, last, buffers, "b.")
-        if same:
+        if stays(unit):
             if a.codes != b.codes or a.scales != b.scales:
                 what = "the folded source's" if unit.scaling else "the source's"
                 return f"{unit.module}: {unit.action}, but its bytes differ from {what} in rows {first} to {last - 1}"
             continue
-        report = kernels.compare(a, b)
+        report = kernels.compare(a, _in_bf16(b, buffers) if unit.method == "inverse" else b)
         if report.fault is not None:
             return f"{after.where(report.fault, report.row, report.column, first)}: {report.fault}"
         error2, norm2 = error2 + report.error2, norm2 + report.norm2
     before.check_shape_tensor(buffers)
     after.check_shape_tensor(buffers)
     return Outcome(error2, norm2)
+
+
+def _in_bf16(matrix: kernels.Matrix, buffers: Buffers) -> kernels.Matrix:
+    """A matrix as it was cast to BF16: what an exact inverse is the inverse of."""
+    codes = buffers.get("b.bf16", 2 * matrix.rows * matrix.cols)
+    kernels.convert(matrix, kernels.Target("bf16"), codes, None)
+    return kernels.Matrix("bf16", codes, None, None, matrix.rows, matrix.cols)
 
 
 def _compare_added(unit: Unit, ours: Reader) -> Outcome | str:
