@@ -22,6 +22,11 @@ PHASEFOLD_INLINE u32 bits(float x) { return __float_as_uint(x); }
 PHASEFOLD_INLINE float as_float(u32 u) { return __uint_as_float(u); }
 PHASEFOLD_INLINE float root(float x) { return __fsqrt_rn(x); }
 PHASEFOLD_INLINE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+PHASEFOLD_INLINE float half_value(unsigned short code) {  // f16_value in one instruction
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(code));
+  return x;
+}
 #else
 PHASEFOLD_INLINE u32 bits(float x) {
   u32 u;
@@ -44,9 +49,13 @@ PHASEFOLD_INLINE u32 select(bool mask, u32 yes, u32 no) { return mask ? yes : no
 PHASEFOLD_INLINE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 PHASEFOLD_INLINE u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
-// x * inverse + int4_magic, rounded once; x - q * scale, where the product is exact.
+// x * inverse + int4_magic, rounded once; x - q * scale, where the product is exact: fused or not is the same.
 PHASEFOLD_INLINE float biased_product(float x, float inverse) { return fused(x, inverse, 12582920.0f); }
+#ifdef __CUDACC__
+PHASEFOLD_INLINE float minus_exact_product(float x, float q, float scale) { return fused(-q, scale, x); }
+#else
 PHASEFOLD_INLINE float minus_exact_product(float x, float q, float scale) { return x - q * scale; }
+#endif
 
 template <class F>
 PHASEFOLD_INLINE F absolute(F x) {
@@ -87,6 +96,10 @@ PHASEFOLD_INLINE auto f16_value(U code) {
   auto special = select(magnitude >= 0x7c00u, fill(code, 0x7f800000u), fill(code, 0u));  // infinity and NaN stay so
   return as_float(bits(small_float<10, 15>(magnitude)) | special | ((code & 0x8000u) << 16));
 }
+
+#ifndef __CUDACC__
+PHASEFOLD_INLINE float half_value(unsigned short code) { return f16_value((u32)code); }
+#endif
 
 template <class U>
 PHASEFOLD_INLINE auto e2m1_value(U code) {
@@ -142,6 +155,18 @@ PHASEFOLD_INLINE F quotient(F x, F scale, F inverse) {
   return fused(fused(-near, scale, x), inverse, near);
 }
 
+// x / scale, rounded once, for any scale whose inverse is correctly rounded: the second step begins within an ulp of the
+// quotient, from where one correction by the exact remainder ends at the nearest float (Markstein 1990, "Computation of
+// elementary functions on the IBM RISC System/6000"). Nothing on the way may be denormal that can decide a code. The
+// remainder of a zero has lost its sign: it is x's.
+template <class F>
+PHASEFOLD_INLINE F divided(F x, F scale, F inverse) {
+  F near = x * inverse;
+  near = fused(fused(-near, scale, x), inverse, near);
+  near = fused(fused(-near, scale, x), inverse, near);
+  return as_float((bits(near) & 0x7fffffffu) | (bits(x) & 0x80000000u));
+}
+
 // INT4: a quotient below 2^21 -> nearest integer, ties to even, clamped to -8..7, as the float 1.5 * 2^23 + 8 + q: its
 // low four bits are the stored nibble. Positive floats sort like their bits, so the clamp is done on these.
 constexpr float int4_magic = 12582920.0f;
@@ -177,6 +202,8 @@ PHASEFOLD_INLINE F int4_scale(F amax, float divisor) {
 // ---- search (quantize/mse.py tells how the divisors were chosen; the first is RTN's and wins ties)
 
 constexpr int num_divisors = 9;
+// amax of the groups that are searched, 2^-60 to 2^60, as bits: beyond it squares would over- or underflow, RTN is taken
+constexpr u32 search_low = 0x21800000u, search_high = 0x5d800000u;
 
 PHASEFOLD_INLINE constexpr float divisor(int i) {
   constexpr float divisors[num_divisors] = {7.5f, 7.0f, 7.25f, 7.75f, 8.0f, 8.25f, 8.5f, 8.75f, 9.25f};
@@ -204,15 +231,12 @@ PHASEFOLD_INLINE F search_term(F x, F weight, F scale, F inverse, float divided_
   return error * error * weight;
 }
 
-// ---- inverse (quantize/inverse.py): the scales tried for a group, in order: amax / m for these m, each as it is, one
+// ---- inverse (quantize/inverse.py): the scales tried for a group are amax / 7, / 8, / 6, / 5 ... / 1, each as it is, one
 // BF16 ulp below and one above.
 
 constexpr int num_inverse_levels = 8;
 
-PHASEFOLD_INLINE constexpr float inverse_level(int i) {
-  constexpr float levels[num_inverse_levels] = {7.0f, 8.0f, 6.0f, 5.0f, 4.0f, 3.0f, 2.0f, 1.0f};
-  return levels[i];
-}
+PHASEFOLD_INLINE constexpr float inverse_level(int i) { return i == 0 ? 7.0f : i == 1 ? 8.0f : 8.0f - (float)i; }
 
 // Difference in bits between x and bf16(q * scale), where q is x's code; 0 where they are equal or both are zero.
 template <class F>

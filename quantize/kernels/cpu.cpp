@@ -21,10 +21,7 @@
 #pragma GCC diagnostic ignored "-Wpsabi"    // vectors are passed only between functions that are inlined
 #pragma GCC diagnostic ignored "-Wunused-function"
 
-// Numbers of the kinds, methods and faults: native.py has the same lists.
-enum Kind { kF32, kBF16, kF16, kE4M3, kInt4, kE2M1, kE8M0 };
-enum Method { kRtn, kSearch, kInverse };
-enum Fault { kNone, kWeight, kScale, kNegative, kZeroScale, kNoInverse, kOverflow };
+#include "kinds.h"
 
 extern "C" {
 

@@ -1,7 +1,6 @@
 // float32 tiles -> INT4 codes and BF16 scales, by three methods. Included by cpu.cpp once for each instruction set.
 // Tiles lie as decode_in_turn leaves them: in each chunk the even elements, then the odd ones.
 
-constexpr u32 kSearchLow = 0x21800000u;  // 2^-60
 constexpr bool kFused = LANES > 4;       // does this instruction set have an FMA?
 constexpr int kPrepared = 3;             // an objective: the weights lie ready
 
@@ -43,8 +42,7 @@ LANE_INLINE Floats best_scale(const float* columns, const float* weights, Floats
     best = select(errors[c] < least, scales[c], best);
     least = select(errors[c] < least, errors[c], least);
   }
-  // squares of what lies outside this range would over- or underflow: RTN
-  return select((bits(amax) >= kSearchLow) & (bits(amax) <= kOrdinaryHigh), best, scales[0]);
+  return select((bits(amax) >= search_low) & (bits(amax) <= search_high), best, scales[0]);
 }
 
 template <int kGroup>
