@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError
 from . import draw
 from .options import (
     FoldFile,
@@ -29,16 +28,9 @@ from .options import (
     open_stats,
     planned,
     print_json,
+    size_of,
     tp_limits,
 )
-
-
-class Device(StrEnum):
-    """Where the packing runs."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 def inspect(source: Source, as_json: Json = False) -> None:
@@ -109,38 +101,52 @@ def convert(
     kv: KvFile = None,
     workers: Workers = None,
     device: Annotated[
-        Device, typer.Option(help="Where the packing runs; this version packs on the CPU.")
-    ] = Device.auto,
+        str,
+        typer.Option(help="auto: an NVIDIA card if one can be used, else the CPU; cpu, cuda, or cards: cuda:0,cuda:1."),
+    ] = "auto",
+    device_memory: Annotated[str, typer.Option(help="What each card's lanes may take of its memory.")] = "4GB",
     shard_size: ShardSize = "5GB",
     as_json: Json = False,
 ) -> None:
     """Carry a conversion out. Given again after an interruption, the same command goes on where it stopped."""
+    from ..quantize.cards import open_cards
     from ..quantize.convert import convert as carry_out
+    from ..quantize.device import choose
     from ..quantize.summary import result_keys
 
-    if device == Device.cuda:
-        raise UsageError("device cuda: this version packs on the CPU; give --device cpu, or nothing")
+    memory = size_of(device_memory)
+    devices = choose(device)
     with ends_cleanly("interrupted; finished shards are kept, give the same command again to go on"):
         statistics = open_stats(stats)
         made = planned(source, recipe, mtp, shard_size, statistics, fold=fold, unfold=unfold, kv=kv)
         limits = tp_limits(made)
         total = sum(unit.source_bytes for unit in made.units())
-        threads = workers or cores()
+        cards = open_cards(devices.cards, made, memory, workers or cores()) if devices.cards else None
+        threads = cards.lanes if cards else workers or cores()
         sizes = (
             f"{draw.size(made.checkpoint.total_size)} -> {draw.size(made.output_bytes)}, "
             f"{draw.many(len(made.shards), 'shard')}"
         )
         if not as_json:
-            notes = (*made.notes, draw.limits(limits), *draw.gptq(made))
-            for line in (f"{source} -> {out}: {sizes}, {threads} workers", *(f"note: {note}" for note in notes)):
+            notes = (*made.notes, draw.limits(limits), *draw.gptq(made), *(cards.notes if cards else ()))
+            for line in (
+                f"{source} -> {out}: {sizes}, {threads} workers on {devices.name}",
+                *(f"note: {note}" for note in notes),
+            ):
                 draw.say(line)
             sys.stdout.flush()
         with draw.progress("converting", total, quiet=as_json) as advance:
             result = carry_out(
-                made, Path(out), workers=threads, progress=advance, statistics=statistics, notice=draw.notice
+                made,
+                Path(out),
+                workers=threads,
+                progress=advance,
+                statistics=statistics,
+                notice=draw.notice,
+                cards=cards,
             )
     if as_json:
-        print_json(result_keys(result) | {"largest_tp": limits})
+        print_json(result_keys(result) | {"device": devices.name, "largest_tp": limits})
     else:
         draw.result(result, out)
 
