@@ -206,3 +206,12 @@ def test_one_thread_is_given_back() -> None:
         assert torch.get_num_threads() == 1
         raise ZeroDivisionError
     assert torch.get_num_threads() == before
+
+
+def test_no_tensor_is_made_on_another_device() -> None:
+    """`meta` stands for a graphics card: it cannot be mixed with the CPU either."""
+    shapes: tuple[tuple[int, ...], ...] = ((64, 128), (64, 4), (128, 128), (128, 128))
+    weight, scales, ahead, around = (torch.empty(shape, device="meta") for shape in shapes)
+    order = torch.empty(128, dtype=torch.int64, device="meta")
+    found = gptq(weight, scales, Factors(order, ahead, around))
+    assert found.codes.device.type == "meta" and found.codes.shape == weight.shape
