@@ -118,7 +118,7 @@ def test_the_wheel_holds_what_it_must(tmp_path: Path) -> None:
     kernels = {
         f"phasefold/quantize/kernels/{p.name}"
         for p in (ROOT / "quantize" / "kernels").iterdir()
-        if p.suffix in (".h", ".cpp")
+        if p.suffix in (".h", ".cpp", ".cu")
     }
     assert (
         python
