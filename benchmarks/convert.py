@@ -4,8 +4,8 @@
 
 Makes a BF16 source and its FP8-block twin in FOLDER (once), converts them by `python -m phasefold`, and prints each
 figure beside a memcpy of the same bytes in the same run. PYTHON is an interpreter with llmcompressor, which is then
-measured on the same sources (`model_free_ptq`). Machines are shared: trust the ratios, not the seconds. With a card it is
-wall time that counts, beside that of the plain loop.
+measured on the same sources (`model_free_ptq`). Machines are shared: trust the ratios, not the seconds. With a card
+wall time counts, beside that of the plain loop.
 """
 
 import argparse
