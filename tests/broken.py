@@ -8,6 +8,7 @@ tests_runtimes.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -81,13 +82,14 @@ def experts_only(format_: str, role: str = "routed_expert") -> Recipe:
 def make_base(name: str, folder: Path) -> Path:
     """Write a sound artifact into a folder, once."""
     example, kind, recipe, changes = BASES[name]
-    source = folder / f"{name}-source"
-    if not source.exists():
-        variants.variant(kind, example, source)
+    out, source = folder / name, folder / f"{name}-source"
+    if not out.exists():
+        variants.variant(kind, example, source if recipe else out)
         if recipe:
             found = experts_only(recipe) if recipe.startswith("int4") else load(recipe)
-            convert(make_plan(open_checkpoint(source), replace(found, **changes), 1_000_000), folder / name)
-    return folder / name if recipe else source
+            convert(make_plan(open_checkpoint(source), replace(found, **changes), 1_000_000), out)
+            shutil.rmtree(source)
+    return out
 
 
 def apply(mutation: Mutation, base: Path, out: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def make_pair(base: str, root: Path, kind: str = "bf16") -> tuple[Path, Path]:
     """FP8 and INT4 artifacts of a variant of an example."""
     source = variants.variant(kind, base, root / "source")
     prefill, (decode, *_) = RECIPES[base]
-    return folded(source, prefill, root / "prefill"), folded(source, decode, root / "decode")
+    pair = folded(source, prefill, root / "prefill"), folded(source, decode, root / "decode")
+    shutil.rmtree(source)
+    return pair
 
 
 def planned(source: Path, recipe: str, out: Path) -> Path:
@@ -64,7 +67,9 @@ def planned_pair(model: str, root: Path) -> tuple[Path, Path]:
     sparse.write(model, source)
     family = "kimi" if model.startswith("moonshotai") else "glm"
     recipes = f"{family}-prefill-fp8", f"{family}-decode-int4"
-    return planned(source, recipes[0], root / "prefill"), planned(source, recipes[1], root / "decode")
+    pair = planned(source, recipes[0], root / "prefill"), planned(source, recipes[1], root / "decode")
+    shutil.rmtree(source)
+    return pair
 
 
 def config_only(name: str, root: Path) -> tuple[Path, dict[str, Any]]:

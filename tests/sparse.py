@@ -12,6 +12,7 @@ import copy
 import itertools
 import json
 import math
+import shutil
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -88,6 +89,22 @@ def write(model: str, folder: Path, shards: int | None = None, mtp_file: bool = 
     whole = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(whole))
     return {"tensors": len(index), "total_size": total, "files": list(files)}
+
+
+class Hub:
+    """Releases, written into a folder when they are asked for. One is kept at a time: all of them are 600 MB."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __call__(self, model: str, **options: bool) -> Path:
+        """The folder of a release. options: of `write`."""
+        folder = self._root / (model.replace("/", "--") + "-".join(options))
+        if not folder.exists():
+            if self._root.exists():
+                shutil.rmtree(self._root)
+            write(model, folder, **options)
+        return folder
 
 
 def write_header(path: Path, tensors: Iterable[Stored]) -> None:

@@ -27,15 +27,22 @@ VLLM = Deployment("vllm", kv_dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """An artifact of a variant of an example, made once."""
-    root = tmp_path_factory.mktemp("artifacts")
+def artifacts(module_path: Path) -> Callable[..., Path]:
+    """An artifact of a variant of an example, made once; its source goes, unless it is asked for itself."""
 
     def get(base: str, recipe: str, kind: str = "bf16") -> Path:
-        source, out = root / f"{base}-{kind}", root / f"{base}-{kind}-{recipe}"
-        if not source.exists():
+        source, out = module_path / f"{base}-{kind}", module_path / f"{base}-{kind}-{recipe}"
+        if recipe and out.exists():
+            return out
+        asked = source.exists()
+        if not asked:
             variants.variant(kind, base, source)
-        return out if out.exists() else folded(source, recipe, out) if recipe else source
+        if not recipe:
+            return source
+        folded(source, recipe, out)
+        if not asked:
+            shutil.rmtree(source)
+        return out
 
     return get
 

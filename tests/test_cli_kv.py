@@ -19,13 +19,12 @@ SCHEMA = json.loads((variants.EXAMPLES.parent / "formats" / "kv_scales.schema.js
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def files(module_path: Path) -> dict[str, str]:
     """Manifests by the folder of their source."""
-    folder = tmp_path_factory.mktemp("files")
     for source in (GLM4, KIMI):
-        statistics_of(folder / Path(source).name, Path(source), random_values(Path(source)))
-        run("kv", str(folder / Path(source).name), "--out", str(folder / f"{Path(source).name}.json"))
-    return {source: str(folder / f"{Path(source).name}.json") for source in (GLM4, KIMI)}
+        statistics_of(module_path / Path(source).name, Path(source), random_values(Path(source)))
+        run("kv", str(module_path / Path(source).name), "--out", str(module_path / f"{Path(source).name}.json"))
+    return {source: str(module_path / f"{Path(source).name}.json") for source in (GLM4, KIMI)}
 
 
 def test_kv_says_what_is_written(files: dict[str, str], tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ SOURCE = str(variants.EXAMPLES / "tiny-glm4")
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    folder = tmp_path_factory.mktemp("pair")
+def pair(module_path: Path) -> tuple[str, str]:
+    folder = module_path / "pair"
     for name, recipe in (("prefill", "glm-prefill-fp8"), ("decode", "glm-decode-int4")):
         run("convert", SOURCE, str(folder / name), "--recipe", recipe)
     return str(folder / "prefill"), str(folder / "decode")
@@ -110,9 +110,9 @@ def test_rows_of_both_pools_are_told(pair: tuple[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def sparse(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def sparse(module_path: Path) -> tuple[str, str]:
     """GLM-5's attention: the runtimes keep rows of their own forms."""
-    folder = tmp_path_factory.mktemp("sparse")
+    folder = module_path / "sparse"
     for name, recipe in (("prefill", "glm-prefill-fp8"), ("decode", "glm-decode-int4")):
         run("convert", str(variants.EXAMPLES / "tiny-glm5"), str(folder / name), "--recipe", recipe)
     return str(folder / "prefill"), str(folder / "decode")

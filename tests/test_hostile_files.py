@@ -86,8 +86,8 @@ def test_fewer_than_no_tokens(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("artifact") / "out"
+def artifact(module_path: Path) -> Path:
+    out = module_path / "out"
     convert(make_plan(open_checkpoint(TINY), load("keep")), out)
     return out
 

@@ -41,15 +41,14 @@ VLLM, SGLANG = Deployment("vllm", kv_dtype="fp8_e4m3"), Deployment("sglang", kv_
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory):
+def manifest(module_path: Path):
     """The manifest of a source's random cache; its scales differ from layer to layer and from k to v."""
-    root = tmp_path_factory.mktemp("kv")
 
     def get(source: Path = GLM4, headroom: float = 2.0) -> KVScales:
         values = {
             (n, part): v * 2.0 ** (2 * n - (part in ("v", "kv_c"))) for (n, part), v in random_values(source).items()
         }
-        folder = root / f"{len(list(root.iterdir()))}"
+        folder = module_path / f"{len(list(module_path.iterdir()))}"
         return kv_scales(statistics_of(folder, source, values), headroom)
 
     return get

@@ -28,8 +28,8 @@ Folders = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., KVScales]:
-    root = tmp_path_factory.mktemp("kv")
+def manifest(module_path: Path) -> Callable[..., KVScales]:
+    root = module_path / "kv"
     found: dict[tuple[str, float], KVScales] = {}
 
     def get(base: str, headroom: float = 2.0) -> KVScales:
@@ -43,9 +43,9 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., KVScales
 
 
 @pytest.fixture(scope="module")
-def pair(manifest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Folders]:
+def pair(manifest, module_path: Path) -> Callable[..., Folders]:
     """The artifacts of an example, with the manifest's scales in them where that is asked for."""
-    root = tmp_path_factory.mktemp("pairs")
+    root = module_path / "pairs"
 
     def get(base: str, scaled: bool = False) -> Folders:
         folders = root / f"{base}-{scaled}-prefill", root / f"{base}-{scaled}-decode"

@@ -32,13 +32,12 @@ SCHEMA = json.loads((variants.EXAMPLES.parent / "formats" / "kv_scales.schema.js
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], KVScales]:
-    root = tmp_path_factory.mktemp("kv")
+def manifest(module_path: Path) -> Callable[[str], KVScales]:
     made: dict[str, KVScales] = {}
 
     def get(base: str) -> KVScales:
         if base not in made:
-            made[base] = kv_scales(statistics_of(root / base, variants.EXAMPLES / base, values_of(base)))
+            made[base] = kv_scales(statistics_of(module_path / base, variants.EXAMPLES / base, values_of(base)))
         return made[base]
 
     return get

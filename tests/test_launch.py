@@ -25,14 +25,14 @@ VLLM = Deployment("vllm")
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+def pair(module_path: Path) -> Callable[..., tuple[Path, Path]]:
     """An FP8 and an INT4 artifact of a variant of an example, made once."""
-    root, made = tmp_path_factory.mktemp("pairs"), {}
+    made = {}
 
     def get(base: str, kind: str = "bf16") -> tuple[Path, Path]:
         key = f"{base}-{kind}"
         if key not in made:
-            made[key] = make_pair(base, root / key, kind)
+            made[key] = make_pair(base, module_path / key, kind)
         return made[key]
 
     return get

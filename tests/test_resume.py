@@ -44,9 +44,9 @@ def command(source: Path, out: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def whole(module_path: Path) -> dict[str, str]:
     """The files of an uninterrupted job."""
-    out = tmp_path_factory.mktemp("whole") / "out"
+    out = module_path / "out"
     convert(plan(), out)
     return hashes(out)
 

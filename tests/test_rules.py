@@ -42,23 +42,13 @@ def _no_collector():
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory):
-    root = tmp_path_factory.mktemp("artifacts")
-    return lambda name: broken.make_base(name, root)
+def artifact(module_path: Path):
+    return lambda name: broken.make_base(name, module_path / "artifacts")
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory):
-    """Header-only checkpoints of published models, each made once."""
-    root = tmp_path_factory.mktemp("hub")
-
-    def get(model: str) -> Path:
-        folder = root / model.replace("/", "--")
-        if not folder.exists():
-            sparse.write(model, folder)
-        return folder
-
-    return get
+def hub(module_path: Path) -> sparse.Hub:
+    return sparse.Hub(module_path / "hub")
 
 
 def told(found: Survey, runtime: str, **at: Any) -> list[Finding]:
@@ -199,7 +189,7 @@ def small(model: str, folder: Path) -> Path:
     layers = text.get("first_k_dense_replace", 1) + 1
     text |= {"num_hidden_layers": layers, "n_routed_experts": 64, "num_nextn_predict_layers": 0}
     text |= {key: text[key][:layers] for key in ("indexer_types", "mlp_layer_types") if key in text}
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     specs = [spec for spec in identify(config).tensors() if spec.role not in ("buffer", "attention.kv_scale")]
     sparse.write_header(folder / "model.safetensors", [sparse.Stored(s.name, "BF16", s.shape, s) for s in specs])
@@ -207,9 +197,9 @@ def small(model: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory):
+def cut(module_path: Path):
     """Model and format -> its planned artifact: experts in INT4, or everything in FP8 blocks."""
-    root, made = tmp_path_factory.mktemp("small"), {}
+    root, made = module_path / "small", {}
 
     def get(model: str, format_: str) -> Survey:
         if (model, format_) not in made:

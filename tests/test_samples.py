@@ -22,12 +22,12 @@ AT = Deployment("vllm", kv_dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[Path]]:
+def made(module_path: Path) -> dict[tuple[str, str], list[Path]]:
     """Of each example, in BF16 and as an FP8 release: the source, and what every recipe makes of it."""
     found = {}
     for base, (prefill, decodes) in RECIPES.items():
         for kind in ("bf16", "fp8-block"):
-            root = tmp_path_factory.mktemp(f"{base}-{kind}")
+            root = module_path / f"{base}-{kind}"
             source = variants.variant(kind, base, root / "source")
             found[base, kind] = [source, *(folded(source, name, root / name) for name in (prefill, *decodes, "bf16"))]
     return found
