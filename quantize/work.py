@@ -72,12 +72,15 @@ class UnitRun:
     def settle(
         self,
         first: int,
-        last: int,
+        matrix: kernels.Matrix,
         report: kernels.Report,
         results: tuple[kernels.Buffer, kernels.Buffer | None],
     ) -> None:
-        """Judge what a kernel reports of a row block, and write the block. Raises CheckpointError on bad values."""
-        unit, source = self.unit, self.source
+        """Judge what a kernel reports of the row block that begins with `first`, and write it.
+
+        Raises CheckpointError on bad values.
+        """
+        unit, source, last = self.unit, self.source, first + matrix.rows
         if report.fault is not None:
             where = source.where(report.fault, report.row, report.column, first)
             raise CheckpointError(f"{where}: {report.fault}")
@@ -86,7 +89,7 @@ class UnitRun:
                 f"{unit.module}: weights near the largest float32 round to infinity in {unit.target_format} "
                 f"(rows {first} to {last - 1})"
             )
-        if unit.lossless and report.error2 != 0.0:
+        if unit.lossless and not self._equal(matrix, results):
             raise CheckpointError(
                 f"{unit.module}: {unit.source_format} cannot be cast to {unit.target_format} without loss: its scales "
                 f"span too many powers of two within one block (rows {first} to {last - 1})"
@@ -105,6 +108,14 @@ class UnitRun:
             before.tiny_scales + (report.tiny_scales if counted else 0),
             before.zero_blocks + (report.zero_blocks if counted else 0),
         )
+
+    def _equal(self, matrix: kernels.Matrix, results: tuple[kernels.Buffer, kernels.Buffer | None]) -> bool:
+        """Whether a result has the source's values. Sums of squares cannot tell: 2^-75 squared is 0 in float32."""
+        codes, scales = results
+        dtype = None if scales is None else self.unit.outputs[1].part.dtype
+        made = kernels.Matrix(self.target.kind, codes, scales, dtype, matrix.rows, matrix.cols, self.target.block)
+        report = kernels.compare(matrix, made)
+        return report.fault is None and report.max_error == 0.0
 
     def finish(self) -> Outcome:
         """Once all blocks are settled: the constant part of packed INT4, taken over or made."""
@@ -148,5 +159,5 @@ def run_unit(
             report = kernels.convert(matrix, run.target, *made)
             if guide and run.whole:
                 report, run.method = guide.improve(unit, matrix, report, run.method, made, device)
-        run.settle(first, last, report, results)
+        run.settle(first, matrix, report, results)
     return run.finish()

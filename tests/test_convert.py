@@ -206,10 +206,12 @@ def test_mxfp4_is_cast_to_fp8_without_loss_or_refused(tmp_path: Path) -> None:
             same(decode_ours(tmp_path / "out", name.removesuffix(".weight_packed")),
                  values[codes] * scale.repeat_interleave(32, 1), name)  # fmt: skip
     victim = "language_model.model.layers.2.block_sparse_moe.experts.1.w1.weight_scale"
-    tensors[victim][0, 0] -= 20  # now one group lies 2^20 below the others of its block
-    folder = variants.save(tmp_path / "wide", tensors, config)
-    with pytest.raises(CheckpointError, match=r"experts\.1\.w1: mxfp4 cannot be cast to fp8-block-ct without loss"):
-        run(folder, tmp_path / "wide-out", "kimi-prefill-fp8")
+    before = int(tensors[victim][0, 0])
+    for steps in (20, 80, before - 1):  # one group lies so many powers of two below the others of its block
+        tensors[victim][0, 0] = before - steps
+        folder = variants.save(tmp_path / f"wide-{steps}", tensors, config)
+        with pytest.raises(CheckpointError, match=r"experts\.1\.w1: mxfp4 cannot be cast to fp8-block-ct without loss"):
+            run(folder, tmp_path / "wide-out", "kimi-prefill-fp8")
 
 
 @pytest.mark.parametrize("model_type", ["kimi_linear", "glm4_moe_lite"])
