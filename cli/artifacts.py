@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -104,7 +105,9 @@ def convert(
         str,
         typer.Option(help="auto: an NVIDIA card if one can be used, else the CPU; cpu, cuda, or cards: cuda:0,cuda:1."),
     ] = "auto",
-    device_memory: Annotated[str, typer.Option(help="What each card's lanes may take of its memory.")] = "4GB",
+    device_memory: Annotated[
+        str, typer.Option(help="What packing may take of each card's memory; as much of the host's is pinned.")
+    ] = "4GB",
     shard_size: ShardSize = "5GB",
     as_json: Json = False,
 ) -> None:
@@ -114,28 +117,22 @@ def convert(
     from ..quantize.device import choose
     from ..quantize.summary import result_keys
 
-    memory = size_of(device_memory)
+    memory, threads = size_of(device_memory), workers or cores()
     devices = choose(device)
     with ends_cleanly("interrupted; finished shards are kept, give the same command again to go on"):
         statistics = open_stats(stats)
         made = planned(source, recipe, mtp, shard_size, statistics, fold=fold, unfold=unfold, kv=kv)
         limits = tp_limits(made)
-        total = sum(unit.source_bytes for unit in made.units())
-        cards = open_cards(devices.cards, made, memory, workers or cores()) if devices.cards else None
-        threads = cards.lanes if cards else workers or cores()
-        sizes = (
-            f"{draw.size(made.checkpoint.total_size)} -> {draw.size(made.output_bytes)}, "
-            f"{draw.many(len(made.shards), 'shard')}"
-        )
+        cards, place = open_cards(devices, made, memory, threads, or_cpu=device == "auto")
         if not as_json:
-            notes = (*made.notes, draw.limits(limits), *draw.gptq(made), *(cards.notes if cards else ()))
-            for line in (
-                f"{source} -> {out}: {sizes}, {threads} workers on {devices.name}",
-                *(f"note: {note}" for note in notes),
-            ):
-                draw.say(line)
+            sizes = f"{draw.size(made.checkpoint.total_size)} -> {draw.size(made.output_bytes)}"
+            shards, threads = draw.many(len(made.shards), "shard"), len(cards.lanes) if cards else threads
+            draw.say(f"{source} -> {out}: {sizes}, {shards}, {threads} workers on {place}")
+            for note in (*made.notes, draw.limits(limits), *draw.gptq(made), *(cards.notes if cards else ())):
+                draw.say(f"note: {note}")
             sys.stdout.flush()
-        with draw.progress("converting", total, quiet=as_json) as advance:
+        total = sum(unit.source_bytes for unit in made.units())
+        with cards or nullcontext(), draw.progress("converting", total, quiet=as_json) as advance:
             result = carry_out(
                 made,
                 Path(out),
@@ -146,9 +143,12 @@ def convert(
                 cards=cards,
             )
     if as_json:
-        print_json(result_keys(result) | {"device": devices.name, "largest_tp": limits})
-    else:
-        draw.result(result, out)
+        notes = [*made.notes, *(cards.notes if cards else ())]
+        print_json(result_keys(result) | {"notes": notes, "device": place, "largest_tp": limits})
+        return
+    draw.result(result, out)
+    if cards and cards.redone:
+        draw.say(f"note: the CPU converted {draw.many(cards.redone, 'row block')} of extreme weights: docs/kernels.md")
 
 
 def verify(

@@ -6,13 +6,15 @@ what comes back. What no kernel does (copies, GPTQ, odd shapes) it does on the C
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import LoadError, PlanError
 from ..formats.checkpoint import Reader
 from .blocks import ROWS, Buffers
+from .device import Devices
 from .guide import Guide, guided
 from .kernels import Matrix, Target
 from .kernels.jobs import Work, needs, supports
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 #: a lane's memory at most: enough for copies to run at full speed; as much is pinned in main memory
 LANE_BYTES = 64 << 20
+#: lanes of a card: as many as can keep it busy, and no more shards open at once than that
+MOST_LANES = 8
 #: a matrix is cut into pieces of about this share of a lane, so that little of a lane stays empty
 PIECE = 1 / 8
 
@@ -44,62 +48,89 @@ class Share(NamedTuple):
 
 
 class Cards:
-    """The cards of a job, and how many lanes of what size they have.
+    """Cards with their lanes, opened for one job; a context manager that gives them back.
 
-    memory: bytes of each card for its lanes; what GPTQ takes comes on top. workers: lanes of all cards together, two a
-    card at least. notes: what is not done on them. Raises PlanError where a lane would be too small.
+    memory: bytes of each card for its lanes; what GPTQ takes comes on top. workers: lanes of all cards together, from
+    two to eight a card. algebra: where each card's workers do the linear algebra of GPTQ, as torch names it. notes:
+    what is not done on the cards. Raises PlanError where a lane would be too small, LoadError where a card fails.
     """
 
-    def __init__(self, cards: list[Card], plan: Plan, memory: int, workers: int) -> None:
-        self.cards, self.lanes = cards, max(workers, 2 * len(cards))
-        self.notes: tuple[str, ...] = ()
-        self._algebra = {card.ordinal: "cpu" for card in cards}  # as torch names it
-        if any(unit.method == "gptq" for unit in plan.units()):
-            if _torch_has_cuda():
-                self._algebra = {ordinal: f"cuda:{ordinal}" for ordinal in self._algebra}
-            else:
-                self.notes = ("GPTQ stays on the CPU: this torch was built without CUDA",)
-        on_a_card = -(-self.lanes // len(cards))
-        room = min(LANE_BYTES, memory // on_a_card)
-        least = _least(plan)
-        self.lane = Share(room * least.source // (least.source + least.result), 0)
-        self.lane = Share(self.lane.source, room - self.lane.source)
-        if not self.lane.holds(least):
-            raise PlanError(
-                f"{memory / 1e6:,.0f} MB of a card's memory are too little for {on_a_card} workers: 128 rows of the "
-                f"widest matrix take {(least.source + least.result) / 1e6:,.1f} MB each; give --device-memory more, or "
-                "fewer --workers"
-            )
+    def __init__(self, cards: Sequence[Card], plan: Plan, memory: int, workers: int) -> None:
+        from .kernels.card import Lane
+
+        self.cards = cards
+        self.algebra, self.notes = _algebra(cards, plan)
+        count = min(max(workers, 2 * len(cards)), MOST_LANES * len(cards))
+        self.share = _share(plan, memory, -(-count // len(cards)))
+        with ExitStack() as opened:
+            self.lanes = [opened.enter_context(Lane(cards[i % len(cards)], *self.share)) for i in range(count)]
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Cards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.cards))
 
+    @property
+    def redone(self) -> int:
+        """Row blocks that the CPU has converted once more: see `Lane.convert`."""
+        return sum(lane.redone for lane in self.lanes)
+
     def jobs(self, tasks: Tasks, reader: Reader, guide: Guide | None) -> list[Callable[[], None]]:
-        """What each thread is to do: one a lane, cards in turn."""
-        return [partial(self._work, self.cards[i % len(self.cards)], tasks, reader, guide) for i in range(self.lanes)]
+        """What each thread is to do, one a lane."""
+        return [partial(self._work, lane, tasks, reader, guide) for lane in self.lanes]
 
-    def _work(self, card: Card, tasks: Tasks, reader: Reader, guide: Guide | None) -> None:
-        from .kernels.card import Lane
-
-        buffers, mine = Buffers(), None
-        with Lane(card, *self.lane) as lane:
-            load = _Load(lane, self.lane, tasks)
-            while not tasks.stop.is_set() and (task := tasks.take(mine, apart=True)) is not None:
-                mine, unit = task
-                if _for_cards(unit, reader):
-                    load.add(UnitRun(unit, reader, mine, guide))
-                    continue
-                try:
-                    outcome = run_unit(unit, reader, mine, buffers, tasks.stop, guide, self._algebra[card.ordinal])
-                except RuntimeError as error:
-                    if type(error).__name__ != "OutOfMemoryError":  # torch's, which may not have been imported
-                        raise
-                    raise LoadError(
-                        f"{card}: GPTQ of {unit.module} needs more memory than is free on it; --device cpu needs none"
-                    ) from None
-                tasks.done(mine, unit, outcome)
-            if not tasks.stop.is_set():
+    def _work(self, lane: Lane, tasks: Tasks, reader: Reader, guide: Guide | None) -> None:
+        buffers, mine, load = Buffers(), None, _Load(lane, self.share, tasks)
+        device = self.algebra[lane.card.ordinal]
+        while not tasks.stop.is_set() and (task := tasks.take(mine, apart=True)) is not None:
+            if task[0] is not mine:  # a shard is left behind complete, not open
                 load.deliver()
+            mine, unit = task
+            if _for_cards(unit, reader):
+                load.add(UnitRun(unit, reader, mine, guide))
+                continue
+            try:
+                outcome = run_unit(unit, reader, mine, buffers, tasks.stop, guide, device)
+            except RuntimeError as error:  # of torch's, which has many for a card that is full or that it does not know
+                if unit.method != "gptq" or device == "cpu":
+                    raise
+                what = str(error).partition("\n")[0]
+                raise LoadError(f"{lane.card}: GPTQ of {unit.module} failed ({what}); give --device cpu") from None
+            tasks.done(mine, unit, outcome)
+        if not tasks.stop.is_set():
+            load.deliver()
+
+
+def _algebra(cards: Sequence[Card], plan: Plan) -> tuple[dict[int, str], tuple[str, ...]]:
+    """Where the linear algebra of GPTQ is done, by card, and what is to be said of it."""
+    if any(unit.method == "gptq" for unit in plan.units()):
+        import torch
+
+        if torch.cuda.is_available():
+            return {card.ordinal: f"cuda:{card.ordinal}" for card in cards}, ()
+        notes: tuple[str, ...] = ("GPTQ stays on the CPU: this torch cannot use the card",)
+    else:
+        notes = ()
+    return {card.ordinal: "cpu" for card in cards}, notes
+
+
+def _share(plan: Plan, memory: int, lanes: int) -> Share:
+    """What each of a card's lanes holds: sources and results in the proportion that the job has them."""
+    room, least = min(LANE_BYTES, memory // lanes), _least(plan)
+    source = room * least.source // (least.source + least.result)
+    share = Share(source, room - source)
+    if not share.holds(least):
+        raise PlanError(
+            f"{memory / 1e6:,.0f} MB of a card's memory are too little for {lanes} workers: 128 rows of the widest "
+            f"matrix take {(least.source + least.result) / 1e6:,.1f} MB each; give --device-memory more, or fewer "
+            "--workers"
+        )
+    return share
 
 
 class _Load:
@@ -107,7 +138,7 @@ class _Load:
 
     def __init__(self, lane: Lane, capacity: Share, tasks: Tasks) -> None:
         self.lane, self.capacity, self.tasks = lane, capacity, tasks
-        self._blocks: list[tuple[UnitRun, int, int, Work]] = []
+        self._blocks: list[tuple[UnitRun, int, Work]] = []
         self._runs: list[UnitRun] = []
         self._taken = Share(0, 0)
 
@@ -127,7 +158,7 @@ class _Load:
                 self.deliver()
             self._taken = self._taken.and_(asked)
             matrix = run.source.read(first, last, self)
-            self._blocks.append((run, first, last, Work(matrix, run.target, *run.room_for_results(first, last, self))))
+            self._blocks.append((run, first, Work(matrix, run.target, *run.room_for_results(first, last, self))))
         self._runs.append(run)
 
     def _rows_of_piece(self, run: UnitRun) -> int:
@@ -137,27 +168,37 @@ class _Load:
         return max(1, int(fit * PIECE)) * ROWS
 
     def deliver(self) -> None:
-        """Let the card convert what the lane holds, write it, and note the units that are complete."""
-        reports = self.lane.convert([work for _, _, _, work in self._blocks])
-        for (run, first, last, work), report in zip(self._blocks, reports, strict=True):
-            run.settle(first, last, report, (work.codes_out, work.scales_out))
+        """Let the card convert what the lane holds, if anything, write it, and note the units that are complete."""
+        reports = self.lane.convert([work for _, _, work in self._blocks])
+        for (run, first, work), report in zip(self._blocks, reports, strict=True):
+            run.settle(first, work.matrix, report, (work.codes_out, work.scales_out))
         self.lane.clear()
         for run in self._runs:
             self.tasks.done(run.writer, run.unit, run.finish())
         self._blocks, self._runs, self._taken = [], [], Share(0, 0)
 
 
-def open_cards(ordinals: tuple[int, ...], plan: Plan, memory: int, workers: int) -> Cards:
-    """The cards with these numbers: see `Cards`. Raises LoadError where one cannot be used."""
-    from .kernels.card import open_card
+def open_cards(
+    devices: Devices, plan: Plan, memory: int, workers: int, *, or_cpu: bool = False
+) -> tuple[Cards | None, str]:
+    """The chosen cards, ready for a job, and their name; None where it is the CPU's, with the reason in its name.
 
-    return Cards([open_card(ordinal) for ordinal in ordinals], plan, memory, workers)
+    memory, workers: see `Cards`. or_cpu: the CPU may take the place of cards that fail, as one does that another
+    program has filled; else that raises LoadError.
+    """
+    if not devices.cards:
+        return None, devices.name
+    reader = Reader(plan.checkpoint)
+    if not any(unit.method == "gptq" or _for_cards(unit, reader) for unit in plan.units()):
+        return None, "cpu (nothing in this job is a card's work)"
+    try:
+        from .kernels.card import open_card
 
-
-def _torch_has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+        return Cards([open_card(ordinal) for ordinal in devices.cards], plan, memory, workers), devices.name
+    except LoadError as error:
+        if not or_cpu:
+            raise
+        return None, f"cpu ({error})"
 
 
 def _first_rows(unit: Unit, reader: Reader) -> tuple[Matrix, Target]:
@@ -182,5 +223,4 @@ def _least(plan: Plan) -> Share:
         key = unit.action, unit.shape, unit.source_format, unit.target_format, unit.method, guided(unit)
         if key not in seen:
             seen[key] = needs(*_first_rows(unit, reader)) if _for_cards(unit, reader) else (1, 1)
-    sources, results = zip(*seen.values(), strict=True)
-    return Share(max(sources), max(results))
+    return Share(max(source for source, _ in seen.values()), max(result for _, result in seen.values()))

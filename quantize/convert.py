@@ -70,17 +70,21 @@ def convert(
         if statistics is None:
             raise PlanError(f"{plan.recipe.name}: planned with statistics, but none are given; give the same folder")
         check_statistics(plan, statistics)
-    guide = Guide(statistics, workers) if statistics else None
+    algebra = set(cards.algebra.values()) if cards else {"cpu"}
+    guide = Guide(statistics, workers, algebra) if statistics else None
     sides = side_files(source)
     if output.is_finished(out, plan):
         done, resumed = _already_done(plan, out), len(plan.shards)
     else:
         held = output.finished_shards(out, plan)
         output.check_space(out, sum(sides.values()) + sum(s.size for s in plan.shards if s.file not in held))
-        with output.claim(out, plan) as given_up:
-            if given_up and notice:
-                notice(f"{source} has changed since this job began (size or time of its files): {given_up:,} finished "
-                       "shards that come from changed files are made anew")  # fmt: skip
+        with output.claim(out, plan, algebra) as claim:
+            if claim.given_up and notice:
+                notice(f"{source} has changed since this job began (size or time of its files): {claim.given_up:,} "
+                       "finished shards that come from changed files are made anew")  # fmt: skip
+            if len(claim.algebra) > 1 and notice:
+                notice(f"GPTQ of this job ran on {' and '.join(claim.algebra)}, whose codes differ by what rounding "
+                       "makes of the order of sums; the manifest says so")  # fmt: skip
             if output.is_finished(out, plan):  # by another process, between the question and the lock
                 done, resumed = _already_done(plan, out), len(plan.shards)
             else:
@@ -96,7 +100,7 @@ def convert(
                     if not output.finished_shards(out, plan):  # nothing to go on with: give the folder free
                         output.remove_work(out)
                     raise
-                done = _finish(plan, out, sides)
+                done = _finish(plan, out, sides, claim)
     return Result(
         plan,
         str(cards) if cards else kernels.backend(),
@@ -117,7 +121,7 @@ def _already_done(plan: Plan, out: Path) -> Manifest:
     return done
 
 
-def _finish(plan: Plan, out: Path, sides: Iterable[str]) -> Manifest:
+def _finish(plan: Plan, out: Path, sides: Iterable[str], claim: output.Claim) -> Manifest:
     """Side files, index, manifest and, last, config.json."""
     records = output.finished_shards(out, plan)
     files = {shard.file: {k: records[shard.file][k] for k in ("bytes", "sha256")} for shard in plan.shards}
@@ -152,7 +156,7 @@ def _finish(plan: Plan, out: Path, sides: Iterable[str]) -> Manifest:
                 key: sum(records[shard.file]["scales"][key] for shard in plan.shards)
                 for key in ("tiny_scales", "zero_blocks")
             },
-            notes=list(plan.notes),
+            notes=[*plan.notes, *([f"GPTQ ran on {', '.join(claim.algebra)}"] if claim.algebra else [])],
             extras=plan.extras.to_json(),
         )
         output.atomic_write(out / MANIFEST, manifest.to_bytes())

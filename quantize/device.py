@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 from ..errors import LoadError, UsageError
-from .kernels.build import architecture, nvrtc_version
+from .kernels.build import INSTALL_12, architecture, nvrtc_version
 
 _FORMS = "auto, cpu, cuda, or cards by number: cuda:0,cuda:1"
 
@@ -81,7 +81,10 @@ def _cards() -> list[_Found]:
     major, minor = nvrtc_version()
     from cuda.bindings import driver
 
-    (error,) = driver.cuInit(0)
+    try:
+        (error,) = driver.cuInit(0)
+    except RuntimeError:  # it lacks what the bindings begin with, as drivers before CUDA 12 do
+        raise LoadError("the NVIDIA driver is too old, or not whole") from None
     if error == driver.CUresult.CUDA_ERROR_NO_DEVICE:  # or CUDA_VISIBLE_DEVICES hides all
         raise LoadError("the NVIDIA driver has no card")
     if error != driver.CUresult.CUDA_SUCCESS:
@@ -89,8 +92,8 @@ def _cards() -> list[_Found]:
     version = driver.cuDriverGetVersion()[1]
     if version // 1000 < major:  # within a major version, and on a newer driver, what NVRTC makes can be loaded
         raise LoadError(
-            f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}, "
-            f"NVRTC {major}.{minor} needs one that knows {major}.0 or newer"
+            f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}, NVRTC {major}.{minor} needs one "
+            f"that knows {major}.0 or newer: {INSTALL_12}"
         )
     return [_card(ordinal) for ordinal in range(driver.cuDeviceGetCount()[1])]
 

@@ -7,11 +7,11 @@ up projections of all experts read the same stream. Nothing stands for the input
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import CheckpointError, PlanError
 from ..families import identify
@@ -33,6 +33,7 @@ METHODS = ("gptq", "gptq-pool", "imatrix", "imatrix-pool", "singular", "data-fre
 PRIOR_TOKENS = 16
 #: of the mean: what a channel that never was active weighs. At zero its weights would be clipped at will
 FLOOR = 0.01
+Factored: TypeAlias = "tuple[Factors | None, bool] | None"
 Key = TypeVar("Key")
 Made = TypeVar("Made")
 
@@ -133,11 +134,12 @@ def worker_bytes(plan: Plan) -> int:
 class Guide:
     """Reads a statistics folder for all workers of a job. What is read depends on the matrix alone."""
 
-    def __init__(self, statistics: Statistics, workers: int) -> None:
+    def __init__(self, statistics: Statistics, workers: int, devices: Iterable[str] = ("cpu",)) -> None:
         self.statistics = statistics
-        self._factors = _Latest[tuple[str, str], "tuple[Factors | None, bool] | None"](workers)
-        self._pooled = _Latest[tuple[str, str], "tuple[Factors | None, bool] | None"](2)  # workers may be in two layers
-        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # on each graphics card
+        # on each device, as torch names it; a graphics card has one matrix at a time, and workers may be in two layers
+        self._factors = {name: _Latest[str, Factored](workers if name == "cpu" else 2) for name in devices}
+        self._pooled = {name: _Latest[str, Factored](2) for name in devices}
+        self._turns = {name: threading.Lock() if name != "cpu" else nullcontext() for name in devices}
         self._moments = _Latest[str, "Tensor | None"](2)
         self._whole = _Latest[str, None](1 << 16)  # files whose bytes were looked through
 
@@ -186,7 +188,7 @@ class Guide:
 
         if report.fault is not None:
             return report, method
-        with self._turns[device] if device != "cpu" else nullcontext():
+        with self._turns[device]:
             report, taken = improve(unit.module, matrix, report, *results, self, device)
         return report, taken or method
 
@@ -206,8 +208,8 @@ class Guide:
             return self._factor(module, device)
         source = input_of(module)
         if f"{source}.hessian" in self.statistics.files:
-            return self._factors.get((source, device), lambda: self._factor(module, device))
-        return self._pooled.get((str(pool_of(module)), device), lambda: self._factor(module, device))
+            return self._factors[device].get(source, lambda: self._factor(module, device))
+        return self._pooled[device].get(str(pool_of(module)), lambda: self._factor(module, device))
 
     def _factor(self, module: str, device: str) -> tuple[Factors | None, bool] | None:
         from .gptq import factor, shrink

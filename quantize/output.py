@@ -14,9 +14,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import __version__
 from ..errors import CheckpointError, PlanError, ResumeError
@@ -142,27 +142,42 @@ def locked(out: Path, work: Path) -> Iterator[None]:
         os.close(lock)
 
 
+class Claim(NamedTuple):
+    """What was found when a job took hold of its folder.
+
+    given_up: finished shards that are made anew. algebra: where GPTQ of this job has run, this run included, as torch
+    names devices; empty for a job without GPTQ.
+    """
+
+    given_up: int
+    algebra: list[str]
+
+
 @contextlib.contextmanager
-def claim(out: Path, plan: Plan) -> Iterator[int]:
-    """Hold the folder for this job, with the claim written -> how many finished shards that gives up: `_note_job`."""
+def claim(out: Path, plan: Plan, algebra: Iterable[str] = ("cpu",)) -> Iterator[Claim]:
+    """Hold the folder for this job, with the claim written: see `_note_job`."""
     with locked(out, out / WORK):
         with writing(out):
-            gone = _note_job(out, plan)
-        yield gone
+            found = _note_job(out, plan, algebra)
+        yield found
 
 
-def _note_job(out: Path, plan: Plan) -> int:
-    """Write the claim -> how many finished shards are made anew, because a file that they come from has changed.
+def _note_job(out: Path, plan: Plan, algebra: Iterable[str]) -> Claim:
+    """Write the claim, and give up the finished shards that come from a file that has changed.
 
     The digest of a plan knows the source's headers and some of its weights: a shard that was made from other weights,
     or by another version (then all are), must not end up beside the new ones.
     """
     checkpoint, now = plan.checkpoint, stamps(plan.checkpoint)
-    job = to_json({"plan": plan.digest, "tool": __version__, "recipe": plan.recipe.name, "source": now})
     path, gone = out / WORK / "job.json", 0
-    if path.exists() and path.read_bytes() == job:
-        return 0
     begun = _begun(path)
+    job: dict[str, Any] = {"plan": plan.digest, "tool": __version__, "recipe": plan.recipe.name, "source": now}
+    if any(unit.method == "gptq" for unit in plan.units()):
+        earlier = begun.get("algebra") if finished_shards(out, plan) else None
+        job["algebra"] = sorted({*algebra, *(earlier if isinstance(earlier, list) else ())})
+    places: list[str] = job.get("algebra", [])
+    if begun == job:
+        return Claim(0, places)
     before = begun.get("source") if begun.get("tool") == __version__ else None
     changed = {file for file in now if not isinstance(before, dict) or before.get(file) != now[file]}
     for shard in plan.shards:
@@ -170,8 +185,8 @@ def _note_job(out: Path, plan: Plan) -> int:
         if any(checkpoint.tensors[name].file in changed for name in names) and record_path(out, shard.file).exists():
             record_path(out, shard.file).unlink()
             gone += 1
-    atomic_write(path, job)
-    return gone
+    atomic_write(path, to_json(job))
+    return Claim(gone, places)
 
 
 def stamps(checkpoint: Checkpoint) -> dict[str, list[int]]:

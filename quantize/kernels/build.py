@@ -21,6 +21,7 @@ from typing import NamedTuple
 from ...errors import LoadError
 
 INSTALL = "pip install 'phasefold[cuda]'"
+INSTALL_12 = "pip install 'phasefold[cuda12]' in an environment of its own"
 
 _FOLDER = Path(__file__).parent
 #: see codec.h: no multiplication and addition may become one; divisions and roots are exact without saying

@@ -158,12 +158,12 @@ def _report(work: Work, total: Partial) -> Report:
 class Lane:
     """One stream, and memory for matrices that go to the card (`source`) and for what comes back (`result`).
 
-    For one thread at a time. source_bytes, result_bytes: of pinned host memory, and again of the card's.
-    Raises LoadError where either has not so much.
+    For one thread at a time. source_bytes, result_bytes: of pinned host memory, and again of the card's. redone: how
+    many works the CPU has converted once more. Raises LoadError where either has not so much.
     """
 
     def __init__(self, card: Card, source_bytes: int, result_bytes: int) -> None:
-        self.card = card
+        self.card, self.redone = card, 0
         sizes = aligned(source_bytes), aligned(result_bytes)
         total = sum(sizes)
         with ExitStack() as opened:
@@ -214,6 +214,8 @@ class Lane:
         if not works:
             return []
         launches = _launches(works)
+        with _failures(str(self.card), "starting the card"):
+            self.card.enter()  # the lane may have been made by another thread
         loaded = [self.card.kernel(each.kernel) for each in launches]
         adding = self.card.kernel(SUM_PARTIALS)
         order = [place for each in launches for place in each.works]
@@ -225,7 +227,6 @@ class Lane:
         for i, place in enumerate(order):
             told[i] = self._job(works[place], at_totals + i * ctypes.sizeof(Partial))
         with _failures(str(self.card), "converting"):
-            self.card.enter()
             self.source.copy(self.source.used, self._stream, to_card=True)
             for each, kernel, partials in zip(launches, loaded, at_partials, strict=True):
                 many = len(each.works)
@@ -236,6 +237,7 @@ class Lane:
             self.result.copy(back, self._stream, to_card=False)
             self._stream.record(self._done)
             self._done.sync()
+        self.redone += sum(total.rare > 0 for total in found)
         reports = {place: _report(works[place], found[i]) for i, place in enumerate(order)}
         return [reports[place] for place in range(count)]
 
