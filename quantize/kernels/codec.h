@@ -57,6 +57,10 @@ PHASEFOLD_INLINE float minus_exact_product(float x, float q, float scale) { retu
 PHASEFOLD_INLINE float minus_exact_product(float x, float q, float scale) { return x - q * scale; }
 #endif
 
+#ifdef __CUDACC__
+PHASEFOLD_INLINE float absolute(float x) { return fabsf(x); }  // costs nothing there: operands have it built in
+#endif
+
 template <class F>
 PHASEFOLD_INLINE F absolute(F x) {
   return as_float(bits(x) & 0x7fffffffu);
@@ -138,7 +142,7 @@ PHASEFOLD_INLINE auto e4m3_code(F x, F* magnitude) {
   if (saturate) clamped = smaller(clamped, fill(u, 0x43e00000u));
   auto exponent = larger(clamped & 0x7f800000u, fill(u, 0x3c800000u));
   F magic = as_float(exponent + ((20u << 23) + 0x38u));
-  F sum = as_float(clamped) + magic;
+  F sum = (saturate ? as_float(clamped) : absolute(x)) + magic;
   *magnitude = sum - magic;
   return (bits(sum) + (exponent >> 20)) | ((u >> 24) & 0x80u);
 }

@@ -2,8 +2,8 @@
 //
 // The arithmetic is codec.h's: codes and scales are those of the CPU, bit for bit. Sums of errors are added in another
 // order and agree to about 1e-6. NVRTC compiles this at first use (build.py), so nothing of CUDA's own is included; the
-// tests compile it for the host and walk blocks and threads. No atomics: each thread block leaves a Partial,
-// sum_partials adds them in an order that is always the same, and two runs leave the same bytes.
+// tests compile it for the host and walk blocks and threads. Each thread block leaves a Partial, sum_partials adds them in
+// an order that is always the same, and two runs leave the same bytes.
 //
 // "Moves": bytes read and written for an element, codes and scales.
 
@@ -142,14 +142,14 @@ __global__ void __launch_bounds__(256) to_int4(const Job* __restrict__ jobs, u64
       if (method == kInverse)
 #pragma unroll
         for (int i = 0; i < (int)kVector; i++) if (bits(x[i]) == 0x80000000u) found.count(found.block.negative_zeros);
-      const Int4 encode(scale, method == kInverse);
+      const Int4<method> encode(scale);
       *reinterpret_cast<u32*>(job.out_codes + element / 2) = encode(x, found);
     }
   }
   leave<256>(found, partials);
 }
 
-// Any source -> INT4 in groups of a row, under the best of nine scales. Moves what to_int4 does; but some 80
+// Any source -> INT4 in groups of a row, under the best of nine scales. Moves what to_int4 does; but some 125
 // instructions an element bind it, not memory.
 // Tile: 64 groups, one for each thread, since a group's errors must be added in the order of its elements. Warps read
 // 256 columns of a row as elsewhere and hand the elements over through shared memory: 8, 16 or 33 KB.
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(64) search_int4(const Job* __restrict__ jobs, 
     const float scale = best_scale<group>(x, as_float(top), (int)job.objective, weights);
     const u32 element = own.element(0);
     leave_int4_scale<group>(job, element, scale, top, found);
-    const Int4 encode(scale, false);
+    const Int4<kSearch> encode(scale);
 #pragma unroll 1
     for (int i = 0; i < group; i += (int)kVector) {
       float some[kVector];
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(256) sum_partials(const Job* __restrict__ jobs
     const Partial& some = partials[blockIdx.y * tiles + i];
     error2 += some.error2;
     norm2 += some.norm2;
-    atomicMin(&shared.fault, some.fault);
+    if (some.fault != kNoFault) atomicMin(&shared.fault, some.fault);
     atomicAdd(&shared.tiny_scales, some.tiny_scales);
     atomicAdd(&shared.zero_blocks, some.zero_blocks);
     atomicAdd(&shared.negative_zeros, some.negative_zeros);

@@ -27,20 +27,22 @@ PHASEFOLD_INLINE void leave_e4m3_scale(const Job& job, float scale, u32 top, Fou
   if (!ordinary(top)) found.count(found.block.rare);
 }
 
-// A vector's codes, one word of them, under an INT4 scale. `exact`: where bf16(q * scale) is what was encoded, there is no
-// error.
+// A vector's codes, one word of them, under an INT4 scale that a method has found. kSearch: it may be so small that codes
+// are cut off at both ends; else only 8 has to become 7. kInverse: bf16(q * scale) is what was encoded, without an error.
+template <int method>
 struct Int4 {
   float scale, inverse;
-  bool exact;
-  PHASEFOLD_INLINE Int4(float s, bool e) : scale(s), inverse(1.0f / s), exact(e) {}
+  PHASEFOLD_INLINE explicit Int4(float s) : scale(s), inverse(1.0f / s) {}
   PHASEFOLD_INLINE u32 operator()(const float (&x)[kVector], Found& found) const {
-    u32 word = 0;
+    u32 word = 0u - 0x4b400000u * 0x11111111u;  // all that `biased` has above its nibbles, taken off at once
     Sums sums;
 #pragma unroll
     for (int i = 0; i < (int)kVector; i++) {
-      const float biased = int4_biased(quotient<true>(x[i], scale, inverse));
-      word |= (bits(biased) & 15u) << (i * 4);
-      sums.add(exact ? 0.0f : minus_exact_product(x[i], biased - int4_magic, scale), x[i]);
+      float biased = quotient<true>(x[i], scale, inverse) + int4_magic;
+      if (method == kSearch) biased = int4_clamped(biased);
+      else biased = as_float(smaller(bits(biased), 0x4b40000fu));
+      word += bits(biased) << (i * 4);
+      sums.add(method == kInverse ? 0.0f : minus_exact_product(x[i], biased - int4_magic, scale), x[i]);
     }
     found.sums.add(sums);
     return word;
@@ -51,6 +53,7 @@ struct Int4 {
 template <int group>
 PHASEFOLD_INLINE void leave_int4_scale(const Job& job, u32 element, float scale, u32 top, Found& found) {
   reinterpret_cast<u16*>(job.out_scales)[element / group] = (u16)(bits(scale) >> 16);
+  if (top - kOrdinaryLow < kOrdinaryHigh - kOrdinaryLow && scale != 0.0f) return;
   if (top == 0) found.count(found.block.zero_blocks);
   if (!ordinary(top)) found.count(found.block.rare);
   if (bits(scale) - 1 < 0x00800000u - 1) found.count(found.block.tiny_scales);
