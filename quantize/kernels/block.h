@@ -19,9 +19,9 @@ PHASEFOLD_INLINE Patch wide_patch(const Job& job, u32 tile) {
 
 // Of 512 threads: 128 rows x 128 columns, sixteen threads beside each row.
 PHASEFOLD_INLINE Patch square_patch(const Job& job, u32 tile) {
-  const u32 across = (job.cols + kBlock - 1) / kBlock, down = tile / across;
-  return Patch(job, down * kBlock + threadIdx.x / 16, kBlock / 4,
-               (tile - down * across) * kBlock + threadIdx.x % 16 * kVector);
+  const u32 across = (job.cols + kScaleBlock - 1) / kScaleBlock, down = tile / across;
+  return Patch(job, down * kScaleBlock + threadIdx.x / 16, kScaleBlock / 4,
+               (tile - down * across) * kScaleBlock + threadIdx.x % 16 * kVector);
 }
 
 // All four reads come before any use, so that they are under way together.
@@ -60,7 +60,7 @@ PHASEFOLD_INLINE u32 max_of_block(u32 x) {
 
 // What all threads have found, errors added in an order that is always the same. T: of a thread's sums.
 template <int threads, class T>
-PHASEFOLD_INLINE void leave(const Partial& found, T error, T norm, Partial* to) {
+PHASEFOLD_INLINE void write_partial(const Partial& found, T error, T norm, Partial* to) {
   __shared__ T of_warps[2][threads / 32];
 #pragma unroll
   for (int i = 16; i; i /= 2) {
@@ -83,6 +83,7 @@ PHASEFOLD_INLINE void leave(const Partial& found, T error, T norm, Partial* to) 
 }
 
 template <int threads>
-PHASEFOLD_INLINE void leave(const Found& found, Partial* partials) {
-  leave<threads>(found.block, found.sums.error, found.sums.norm, partials + blockIdx.y * gridDim.x + blockIdx.x);
+PHASEFOLD_INLINE void write_partial(const Found& found, Partial* partials) {
+  Partial* own = partials + blockIdx.y * gridDim.x + blockIdx.x;
+  write_partial<threads>(found.shared, found.sums.error, found.sums.norm, own);
 }

@@ -1,6 +1,6 @@
 """Compiling the CUDA kernels (cuda.cu) at first use, for the card that is there, with a cache on disk.
 
-The compiler is NVRTC, by NVIDIA's own Python (`pip install 'phasefold[cuda]'`): no toolkit, and neither a driver nor a
+The compiler is NVRTC, by NVIDIA's own Python (extra `cuda`): no toolkit, and neither a driver nor a
 card is needed to compile. What a conversion on the CPU imports never imports it. A cache that cannot be read or written
 costs the time to compile, some tenths of a second a kernel, and nothing else.
 """
@@ -20,12 +20,19 @@ from typing import NamedTuple
 
 from ...errors import LoadError
 
-INSTALL = "pip install 'phasefold[cuda]'"
-INSTALL_12 = "pip install 'phasefold[cuda12]' in an environment of its own"
+INSTALL = "install phasefold with its extra cuda"
+INSTALL_12 = "install phasefold with its extra cuda12, in an environment of its own"
 
 _FOLDER = Path(__file__).parent
-#: see codec.h: no multiplication and addition may become one; divisions and roots are exact without saying
-_OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}
+#: see codec.h: no multiplication and addition may become one, subnormals stay, divisions and roots round correctly
+_OPTIONS = {
+    "std": "c++17",
+    "fma": False,
+    "ftz": False,
+    "prec_div": True,
+    "prec_sqrt": True,
+    "ptxas_options": ["-v"],
+}
 _OLDEST = (8, 0)
 
 
@@ -145,7 +152,7 @@ def architecture(card: str, major: int, minor: int) -> str:
             f"{card} is sm_{major}{minor}, which NVRTC {version[0]}.{version[1]} does not know: "
             "pip install --upgrade nvidia-cuda-nvrtc"
         )
-    return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
+    return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"  # these have a form for one card alone: all of it
 
 
 def cache_folder() -> Path | None:

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(256) to_bf16(const Job* __restrict__ jobs, u64
   for (u32 j = 0; j < 4; j++) {
     float x[kVector];
     const u32 top = decode_patch<kind>(job, patch, codes[j], j, x, found);
-    if (!ordinary(top)) found.count(found.block.rare);
+    if (!ordinary(top)) found.count(found.shared.rare);
     const u32 element = patch.element(j);
     Words<4> out;
     Sums sums;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(256) to_bf16(const Job* __restrict__ jobs, u64
         if ((bits(x[i]) & 0x7fffffffu) >= kOverflows) found.note(kOverflow, element + i);
     if (patch.inside(j)) *reinterpret_cast<Words<4>*>(job.out_codes + 2ull * element) = out;
   }
-  leave<256>(found, partials);
+  write_partial<256>(found, partials);
 }
 
 // The second half of to_e4m3_blocks, for one way of rounding scales: the codes.
@@ -56,14 +56,15 @@ PHASEFOLD_INLINE void encode_patch(const Job& job, const Patch& patch, const Enc
 #pragma unroll 1
   for (u32 j = 0; j < 4 && patch.inside(j); j++) {
     float x[kVector];
-    values<kind>(job, read<kind>(job.codes, patch.element(j), true), patch.row_of(j), patch.col, true, x);
+    decode_values<kind>(job, read<kind>(job.codes, patch.element(j), true), patch.row_of(j), patch.col, true, x);
     *reinterpret_cast<Words<2>*>(job.out_codes + patch.element(j)) = encode(x, found);
   }
 }
 
 // Any source -> FP8 in blocks of 128 x 128. Moves 1 + its own: 3 from BF16, 1.56 from INT4 g32.
-// Tile: a scale's block, by 512 threads. It is read twice: 32 KB of BF16, which the first pass leaves in L1, cost fewer
-// registers than holding them, and with 40 a thread three blocks share a multiprocessor.
+// Layout: e4m3 codes row by row, float32 scales [rows / 128, cols / 128], rounded up.
+// Tile: a scale's block, by 512 threads. It is read twice: what the first pass leaves in L1 (32 KB of BF16) costs fewer
+// registers than holding it, and with 40 a thread three thread blocks share a multiprocessor (sm_90a).
 template <int kind>
 __global__ void __launch_bounds__(512) to_e4m3_blocks(const Job* __restrict__ jobs, u64, Partial* partials) {
   const Job& job = jobs[blockIdx.y];
@@ -79,10 +80,10 @@ __global__ void __launch_bounds__(512) to_e4m3_blocks(const Job* __restrict__ jo
     top = larger(top, decode_patch<kind>(job, patch, codes[j], j, x, found));
   }
   const float amax = as_float(max_of_block<512>(top)), scale = e4m3_scale(amax, job.power_of_two);
-  if (threadIdx.x == 0) leave_e4m3_scale(job, scale, bits(amax), found);
+  if (threadIdx.x == 0) write_e4m3_scale(job, scale, bits(amax), found);
   if (job.power_of_two) encode_patch<kind>(job, patch, E4M3<true>(scale), found);
   else encode_patch<kind>(job, patch, E4M3<false>(scale), found);
-  leave<512>(found, partials);
+  write_partial<512>(found, partials);
 }
 
 // The second half of to_e4m3_channels.
@@ -91,13 +92,15 @@ PHASEFOLD_INLINE void encode_row(const Job& job, const Encode& encode, Found& fo
   const u32 start = blockIdx.x * job.cols;
   for (u32 col = threadIdx.x * kVector; col < job.cols; col += 256 * kVector) {
     float x[kVector];
-    values<kind>(job, read<kind>(job.codes, start + col, true), blockIdx.x, col, true, x);
+    decode_values<kind>(job, read<kind>(job.codes, start + col, true), blockIdx.x, col, true, x);
     *reinterpret_cast<Words<2>*>(job.out_codes + start + col) = encode(x, found);
   }
 }
 
 // Any source -> FP8 with a scale a row. Moves 1 + its own: 3 from BF16.
+// Layout: e4m3 codes row by row, float32 scales [rows, 1].
 // Tile: a row, whose length is anybody's guess: it is read twice. 7168 BF16 are 14 KB, which the first pass leaves in L1.
+// 256 threads take it in 3.5 turns, one vector in flight a thread: eight thread blocks a multiprocessor make up for that.
 template <int kind>
 __global__ void __launch_bounds__(256) to_e4m3_channels(const Job* __restrict__ jobs, u64, Partial* partials) {
   const Job& job = jobs[blockIdx.y];
@@ -112,14 +115,16 @@ __global__ void __launch_bounds__(256) to_e4m3_channels(const Job* __restrict__ 
     top = larger(top, decode<kind>(job, codes, blockIdx.x, col, true, x, found));
   }
   const float amax = as_float(max_of_block<256>(top)), scale = e4m3_scale(amax, job.power_of_two);
-  if (threadIdx.x == 0) leave_e4m3_scale(job, scale, bits(amax), found);
+  if (threadIdx.x == 0) write_e4m3_scale(job, scale, bits(amax), found);
   if (job.power_of_two) encode_row<kind>(job, E4M3<true>(scale), found);
   else encode_row<kind>(job, E4M3<false>(scale), found);
-  leave<256>(found, partials);
+  write_partial<256>(found, partials);
 }
 
 // Any source -> INT4 in groups of a row, by RTN or as the exact inverse of bf16(q * s). Moves 0.5 + 2 / group + its own:
 // 2.56 from BF16 at g32, 1.52 from FP8 at g128.
+// Layout: compressed-tensors' pack-quantized: element i of a vector in bits 4i .. 4i + 3 of its word, plus 8; BF16 scales
+// [rows, cols / group].
 // Tile: that of to_bf16. A group is 4, 8 or 16 neighbours of a warp, which find its amax by shuffles; each packs a word.
 template <int kind, int group, int method>
 __global__ void __launch_bounds__(256) to_int4(const Job* __restrict__ jobs, u64, Partial* partials) {
@@ -138,25 +143,28 @@ __global__ void __launch_bounds__(256) to_int4(const Job* __restrict__ jobs, u64
     const float scale = method == kInverse ? inverse_scale<group>(x, amax) : int4_scale(amax, divisor(0));
     if (patch.inside(j)) {  // whole groups are, or are not
       const u32 element = patch.element(j);
-      if (patch.col % group == 0) leave_int4_scale<group>(job, element, scale, top, found);
+      if (patch.col % group == 0) write_int4_scale<group>(job, element, scale, top, found);
       if (method == kInverse)
 #pragma unroll
-        for (int i = 0; i < (int)kVector; i++) if (bits(x[i]) == 0x80000000u) found.count(found.block.negative_zeros);
+        for (int i = 0; i < (int)kVector; i++)
+          if (bits(x[i]) == 0x80000000u) found.count(found.shared.negative_zeros);
       const Int4<method> encode(scale);
       *reinterpret_cast<u32*>(job.out_codes + element / 2) = encode(x, found);
     }
   }
-  leave<256>(found, partials);
+  write_partial<256>(found, partials);
 }
 
-// Any source -> INT4 in groups of a row, under the best of nine scales. Moves what to_int4 does; but some 125
+// Any source -> INT4 in groups of a row, under the best of nine scales. Layout and bytes are those of to_int4; but some 125
 // instructions an element bind it, not memory.
 // Tile: 64 groups, one for each thread, since a group's errors must be added in the order of its elements. Warps read
 // 256 columns of a row as elsewhere and hand the elements over through shared memory: 8, 16 or 33 KB.
 template <int kind, int group>
 __global__ void __launch_bounds__(64) search_int4(const Job* __restrict__ jobs, u64, Partial* partials) {
   constexpr u32 in_row = kRowsWide / group, high = 64 / in_row;
-  __shared__ float staged[64][group + 1];  // one more, so that what threads read together lies in different banks
+  // One more, so that what threads read together lies in different banks. Writes meet, 2 at a bank at g64 and 4 at g128,
+  // which is nothing beside the arithmetic.
+  __shared__ float staged[64][group + 1];
   const Job& job = jobs[blockIdx.y];
   const u32 across = (job.cols + kRowsWide - 1) / kRowsWide, down = blockIdx.x / across;
   const u32 above = down * high, left = (blockIdx.x - down * across) * kRowsWide;
@@ -187,7 +195,7 @@ __global__ void __launch_bounds__(64) search_int4(const Job* __restrict__ jobs, 
     const float* weights = job.column_weights ? job.column_weights + own.col : nullptr;
     const float scale = best_scale<group>(x, as_float(top), (int)job.objective, weights);
     const u32 element = own.element(0);
-    leave_int4_scale<group>(job, element, scale, top, found);
+    write_int4_scale<group>(job, element, scale, top, found);
     const Int4<kSearch> encode(scale);
 #pragma unroll 1
     for (int i = 0; i < group; i += (int)kVector) {
@@ -197,10 +205,11 @@ __global__ void __launch_bounds__(64) search_int4(const Job* __restrict__ jobs, 
       *reinterpret_cast<u32*>(job.out_codes + (element + i) / 2) = encode(some, found);
     }
   }
-  leave<64>(found, partials);
+  write_partial<64>(found, partials);
 }
 
-// The Partials of each job, `tiles` of them, in one: thread t adds every 256th, then the threads' sums are added.
+// The Partials of each job, `tiles` of them, in one: thread t adds every 256th, then the threads' sums are added. Moves 40
+// bytes a tile, of 8,192 weights or more but for a row's and the search's: one thread block a job is enough.
 __global__ void __launch_bounds__(256) sum_partials(const Job* __restrict__ jobs, u64 tiles, Partial* partials) {
   __shared__ Partial shared;
   if (threadIdx.x == 0) shared = Partial{kNoFault};
@@ -216,5 +225,5 @@ __global__ void __launch_bounds__(256) sum_partials(const Job* __restrict__ jobs
     atomicAdd(&shared.negative_zeros, some.negative_zeros);
     atomicAdd(&shared.rare, some.rare);
   }
-  leave<256>(shared, error2, norm2, jobs[blockIdx.y].total);
+  write_partial<256>(shared, error2, norm2, jobs[blockIdx.y].total);
 }

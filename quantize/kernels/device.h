@@ -1,6 +1,6 @@
 // What one thread does with eight neighbours of a row: read them, decode them, look for faults, add up errors.
 
-constexpr u32 kInfinity = 0x7f800000u, kOverflows = 0x7f7f8000u;  // from the latter on, a float rounds to BF16's infinity
+constexpr u32 kInfinity = 0x7f800000u, kOverflows = 0x7f7f8000u;  // from there on a float rounds to BF16's infinity
 // amax of the blocks that are done here. Squares of what lies below 2^56, and their sum over a thread block, stay far from
 // float's end; below 2^-30 they would be lost, and quotients need care that is wasted on all others.
 constexpr u32 kOrdinaryLow = 0x30800000u, kOrdinaryHigh = 0x5b800000u;
@@ -23,21 +23,21 @@ struct Sums {
 // What the threads of a block find. Sums are each thread's own; what seldom is lies in shared memory, so that it costs
 // no registers, and is put together by atomics of integers, whose order does not matter.
 struct Found {
-  Partial& block;
+  Partial& shared;
   Sums sums;
   // All threads begin together: what is `read` before this is under way meanwhile.
-  PHASEFOLD_INLINE explicit Found(Partial& shared) : block(shared) {
-    if (threadIdx.x == 0) block = Partial{kNoFault};
+  PHASEFOLD_INLINE explicit Found(Partial& of_block) : shared(of_block) {
+    if (threadIdx.x == 0) shared = Partial{kNoFault};
     __syncthreads();
   }
-  PHASEFOLD_INLINE void note(u64 fault, u64 index) { atomicMin(&block.fault, fault_key(fault, index)); }
+  PHASEFOLD_INLINE void note(u64 fault, u64 index) { atomicMin(&shared.fault, fault_key(fault, index)); }
   PHASEFOLD_INLINE void count(u32& what) { atomicAdd(&what, 1u); }
 };
 
-constexpr int kPlain = kE4M3;  // kinds below it have no scales
+constexpr int kFirstScaled = kE4M3;  // kinds from here on have scales
 
 PHASEFOLD_INLINE constexpr int bits_of(int kind) {
-  return kind == kF32 ? 32 : kind < kPlain ? 16 : kind == kE4M3 ? 8 : 4;
+  return kind == kF32 ? 32 : kind < kFirstScaled ? 16 : kind == kE4M3 ? 8 : 4;
 }
 
 // n words that are read and written at once, 16 bytes an instruction at most.
@@ -93,24 +93,24 @@ PHASEFOLD_INLINE float scale_value(u32 kind, const u8* scales, u32 i) {
   }
 }
 
-// The vector at (row, col) -> x. Returns its scale. Times 2^100 or more it may be infinite here: see `look_at`.
+// The vector at (row, col) -> x. Returns its scale. Times 2^100 or more it may be infinite here: see `note_faults`.
 template <int kind>
-PHASEFOLD_INLINE float values(const Job& job, const Codes<kind>& codes, u32 row, u32 col, bool inside,
+PHASEFOLD_INLINE float decode_values(const Job& job, const Codes<kind>& codes, u32 row, u32 col, bool inside,
                               float (&x)[kVector]) {
   float scale = 1.0f;
-  if (kind >= kPlain && inside)
+  if (kind >= kFirstScaled && inside)
     scale = scale_value(job.scale_kind, job.scales, (row >> job.row_shift) * job.scale_cols + (col >> job.col_shift));
 #pragma unroll
   for (int i = 0; i < (int)kVector; i++) {
     x[i] = code_value<kind>(codes, i);
-    if (kind >= kPlain) x[i] *= scale * unit_of(kind);
+    if (kind >= kFirstScaled) x[i] *= scale * unit_of(kind);
   }
   return scale;
 }
 
-// A scale outside 2^-126 .. 2^100: a fault, or to be counted once for its block, or too large for `values`.
+// A scale outside 2^-126 .. 2^100: a fault, or to be counted once for its block, or too large for `decode_values`.
 template <int kind>
-PHASEFOLD_INLINE void look_at_scale(const Job& job, const Codes<kind>& codes, u32 row, u32 col, float scale,
+PHASEFOLD_INLINE void note_odd_scale(const Job& job, const Codes<kind>& codes, u32 row, u32 col, float scale,
                                     Found& found) {
   const u32 row_mask = (1u << job.row_shift) - 1, col_mask = (1u << job.col_shift) - 1;
   const u32 magnitude = bits(scale) & 0x7fffffffu;
@@ -118,18 +118,19 @@ PHASEFOLD_INLINE void look_at_scale(const Job& job, const Codes<kind>& codes, u3
 #pragma unroll
   for (int i = 0; i < (int)kVector; i++) zeros &= code_value<kind>(codes, i) == 0.0f;
   const u32 fault = magnitude >= kInfinity ? kScale : scale < 0.0f ? kNegative : magnitude == 0 ? kZeroScale : kNone;
-  if (fault == kNone && magnitude >= 0x00800000u) found.count(found.block.rare);
+  if (fault == kNone && magnitude >= 0x00800000u) found.count(found.shared.rare);
   else if (fault == kNone) {
-    if (!(row & row_mask) && !(col & col_mask)) found.count(found.block.tiny_scales);
+    if (!(row & row_mask) && !(col & col_mask)) found.count(found.shared.tiny_scales);
   } else if (fault != kZeroScale || !zeros)
     found.note(fault, (row >> job.row_shift) * job.scale_cols + (col >> job.col_shift));
 }
 
 // Notes what is wrong with the scale or the elements of a vector. Returns the bits of the largest magnitude.
 template <int kind>
-PHASEFOLD_INLINE u32 look_at(const Job& job, const Codes<kind>& codes, u32 row, u32 col, float scale,
+PHASEFOLD_INLINE u32 note_faults(const Job& job, const Codes<kind>& codes, u32 row, u32 col, float scale,
                              const float (&x)[kVector], Found& found) {
-  if (kind >= kPlain && bits(scale) - 0x00800000u >= 0x71000000u) look_at_scale<kind>(job, codes, row, col, scale, found);
+  if (kind >= kFirstScaled && bits(scale) - 0x00800000u >= 0x71000000u)
+    note_odd_scale<kind>(job, codes, row, col, scale, found);
   u32 top = 0;
 #pragma unroll
   for (int i = 0; i < (int)kVector; i++) top = larger(top, bits(x[i]) & 0x7fffffffu);
@@ -147,10 +148,10 @@ PHASEFOLD_INLINE u32 look_at(const Job& job, const Codes<kind>& codes, u32 row, 
   return kInfinity;
 }
 
-// Both.
+// Decode a vector and note its faults. Returns the bits of its largest magnitude.
 template <int kind>
 PHASEFOLD_INLINE u32 decode(const Job& job, const Codes<kind>& codes, u32 row, u32 col, bool inside,
                             float (&x)[kVector], Found& found) {
-  const float scale = values<kind>(job, codes, row, col, inside, x);
-  return look_at<kind>(job, codes, row, col, scale, x, found);
+  const float scale = decode_values<kind>(job, codes, row, col, inside, x);
+  return note_faults<kind>(job, codes, row, col, scale, x, found);
 }

@@ -21,10 +21,10 @@ struct E4M3 {
 };
 
 // Write the scale of a block of 128 x 128 or of a row, which are counted like the tiles; one thread does it.
-PHASEFOLD_INLINE void leave_e4m3_scale(const Job& job, float scale, u32 top, Found& found) {
+PHASEFOLD_INLINE void write_e4m3_scale(const Job& job, float scale, u32 top, Found& found) {
   reinterpret_cast<float*>(job.out_scales)[blockIdx.x] = scale;
-  if (top == 0) found.count(found.block.zero_blocks);
-  if (!ordinary(top)) found.count(found.block.rare);
+  if (top == 0) found.count(found.shared.zero_blocks);
+  if (!ordinary(top)) found.count(found.shared.rare);
 }
 
 // A vector's codes, one word of them, under an INT4 scale that a method has found. kSearch: it may be so small that codes
@@ -51,12 +51,12 @@ struct Int4 {
 
 // Write a group's scale, which begins with this element; 0 stands for none.
 template <int group>
-PHASEFOLD_INLINE void leave_int4_scale(const Job& job, u32 element, float scale, u32 top, Found& found) {
+PHASEFOLD_INLINE void write_int4_scale(const Job& job, u32 element, float scale, u32 top, Found& found) {
   reinterpret_cast<u16*>(job.out_scales)[element / group] = (u16)(bits(scale) >> 16);
   if (top - kOrdinaryLow < kOrdinaryHigh - kOrdinaryLow && scale != 0.0f) return;
-  if (top == 0) found.count(found.block.zero_blocks);
-  if (!ordinary(top)) found.count(found.block.rare);
-  if (bits(scale) - 1 < 0x00800000u - 1) found.count(found.block.tiny_scales);
+  if (top == 0) found.count(found.shared.zero_blocks);
+  if (!ordinary(top)) found.count(found.shared.rare);
+  if (bits(scale) - 1 < 0x00800000u - 1) /* subnormal, not 0 */ found.count(found.shared.tiny_scales);
   if (scale == 0.0f) found.note(kNoInverse, element);
 }
 

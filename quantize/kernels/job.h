@@ -1,4 +1,4 @@
-// What a launch is told and what it leaves: the binary interface between cuda.cu and card.py.
+// What a launch is told and what it leaves: the binary interface between cuda.cu and jobs.py.
 //
 // A job is a row block of one matrix. A launch has one kernel, jobs of the same number of tiles, and one thread block
 // for each tile of each job: blockIdx.y is the job, blockIdx.x the tile. Experts are small; so many share a launch.
@@ -42,7 +42,7 @@ PHASEFOLD_INLINE u64 fault_key(u64 fault, u64 index) {
   return rank << 61 | index << 3 | fault;
 }
 
-// Tiles. card.py has the same numbers.
+// Tiles. build.py has the same numbers.
 constexpr u32 kVector = 8;                     // neighbours in a row that one thread holds
 constexpr u32 kRowsHigh = 32, kRowsWide = 256;  // of to_int4 and to_bf16; search_int4's are group / 4 rows high
-constexpr u32 kBlock = 128;                    // of to_e4m3_blocks: its scale's
+constexpr u32 kScaleBlock = 128;                    // of to_e4m3_blocks: its scale's
