@@ -152,13 +152,15 @@ def memcpy_rate(nbytes: int = 1 << 28) -> float:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="gets the sources, twice --gigabytes, and work files")
     parser.add_argument("--gigabytes", type=float, default=4.4)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--peer", help="python with llmcompressor")
     options = parser.parse_args()
+    if (options.folder / "config.json").exists():
+        parser.error(f"{options.folder} is a checkpoint; give a folder of its own, for gigabytes of made ones")
     sources = make_sources(options.folder, options.gigabytes)
     imports = min(cpu_of([sys.executable, "-m", "phasefold", "recipes", "--json"])[0] for _ in range(3))
     copy = memcpy_rate()

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from . import draw
 from .options import (
     FoldFile,
@@ -103,11 +103,17 @@ def convert(
     workers: Workers = None,
     device: Annotated[
         str,
-        typer.Option(help="auto: an NVIDIA card if one can be used, else the CPU; cpu, cuda, or cards: cuda:0,cuda:1."),
+        typer.Option(
+            help="auto: cuda where that can be used, else cpu; cuda: the first NVIDIA card; or cuda:0,cuda:1."
+        ),
     ] = "auto",
     device_memory: Annotated[
-        str, typer.Option(help="What packing may take of each card's memory; as much of the host's is pinned.")
-    ] = "4GB",
+        str | None,
+        typer.Option(
+            help="What packing may take of each card's memory, with a unit, and of the host's for it; 4GB if not given. "
+            "No worker takes more than 67MB."
+        ),
+    ] = None,
     shard_size: ShardSize = "5GB",
     as_json: Json = False,
 ) -> None:
@@ -117,7 +123,9 @@ def convert(
     from ..quantize.device import choose
     from ..quantize.summary import result_keys
 
-    memory, threads = size_of(device_memory), workers or cores()
+    if device_memory is not None and device == "cpu":
+        raise UsageError("--device-memory: only with a card; leave it out, or --device cpu")
+    memory, threads = size_of(device_memory or "4GB"), workers or cores()
     devices = choose(device)
     with ends_cleanly("interrupted; finished shards are kept, give the same command again to go on"):
         statistics = open_stats(stats)
@@ -127,7 +135,7 @@ def convert(
         if not as_json:
             sizes = f"{draw.size(made.checkpoint.total_size)} -> {draw.size(made.output_bytes)}"
             shards, threads = draw.many(len(made.shards), "shard"), len(cards.lanes) if cards else threads
-            draw.say(f"{source} -> {out}: {sizes}, {shards}, {threads} workers on {place}")
+            draw.say(f"{source} -> {out}: {sizes}, {shards}, {draw.many(threads, 'worker')} on {place}")
             for note in (*made.notes, draw.limits(limits), *draw.gptq(made), *(cards.notes if cards else ())):
                 draw.say(f"note: {note}")
             sys.stdout.flush()

@@ -17,6 +17,7 @@ from .blocks import ROWS, Buffers
 from .device import Devices
 from .guide import Guide, guided
 from .kernels import Matrix, Target
+from .kernels.build import INSTALL
 from .kernels.jobs import Work, needs, supports
 from .plan import Plan
 from .units import Unit
@@ -192,8 +193,10 @@ def open_cards(
     if not any(unit.method == "gptq" or _for_cards(unit, reader) for unit in plan.units()):
         return None, "cpu (nothing in this job is a card's work)"
     try:
-        from .kernels.card import open_card
-
+        try:
+            from .kernels.card import open_card
+        except ImportError as error:  # what it needs of cuda-core has no public name
+            raise LoadError(f"this cuda-core is not one that phasefold knows ({error}); {INSTALL}") from None
         return Cards([open_card(ordinal) for ordinal in devices.cards], plan, memory, workers), devices.name
     except LoadError as error:
         if not or_cpu:

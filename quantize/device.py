@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import LoadError, UsageError
 from .kernels.build import INSTALL_12, architecture, nvrtc_version
@@ -45,14 +45,15 @@ def choose(text: str) -> Devices:
         return Devices((ordinal,), f"cuda:{ordinal} ({name})")
     ordinals = [int(part[1]) if part else -1 for part in (re.fullmatch(r"cuda:(\d{1,4})", t) for t in text.split(","))]
     if -1 in ordinals:
-        raise UsageError(f"device {text!r}: is none; give {_FORMS}")
+        raise UsageError(f"device {text!r}: no such device; give {_FORMS}")
     if len(set(ordinals)) < len(ordinals):
         raise UsageError(f"device {text}: names a card twice; give each once")
     try:
         found = _cards()
         for ordinal in ordinals:
             if ordinal >= len(found):
-                raise LoadError(f"there is no card {ordinal}, the driver has {len(found)}: cuda:0 is the first")
+                have = f"{len(found)}, from cuda:0 on" if found else "none"
+                raise LoadError(f"there is no card {ordinal}, the driver has {have}")
             architecture(found[ordinal].name, *found[ordinal].capability)
     except LoadError as error:
         raise LoadError(f"device {text}: {error}; --device cpu always works") from None
@@ -82,27 +83,33 @@ def _cards() -> list[_Found]:
     from cuda.bindings import driver
 
     try:
-        (error,) = driver.cuInit(0)
-    except RuntimeError:  # it lacks what the bindings begin with, as drivers before CUDA 12 do
+        _ask(driver.cuInit(0))
+        version = _ask(driver.cuDriverGetVersion())
+        if version // 1000 < major:  # within a major version, and on a newer driver, what NVRTC makes can be loaded
+            raise LoadError(
+                f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}, NVRTC {major}.{minor} needs one "
+                f"that knows {major}.0 or newer: {INSTALL_12}"
+            )
+        return [_card(ordinal) for ordinal in range(_ask(driver.cuDeviceGetCount()))]
+    except RuntimeError:  # it lacks a function that the bindings call, as drivers before CUDA 12 do
         raise LoadError("the NVIDIA driver is too old, or not whole") from None
-    if error == driver.CUresult.CUDA_ERROR_NO_DEVICE:  # or CUDA_VISIBLE_DEVICES hides all
+
+
+def _ask(answer: tuple[Any, ...]) -> Any:
+    """What the driver has answered. LoadError with its error."""
+    error, *value = answer
+    if error.name in ("CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_STUB_LIBRARY"):  # or CUDA_VISIBLE_DEVICES hides all
         raise LoadError("the NVIDIA driver has no card")
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise LoadError(f"the NVIDIA driver does not start: {error.name}")
-    version = driver.cuDriverGetVersion()[1]
-    if version // 1000 < major:  # within a major version, and on a newer driver, what NVRTC makes can be loaded
-        raise LoadError(
-            f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}, NVRTC {major}.{minor} needs one "
-            f"that knows {major}.0 or newer: {INSTALL_12}"
-        )
-    return [_card(ordinal) for ordinal in range(driver.cuDeviceGetCount()[1])]
+    if error.name != "CUDA_SUCCESS":
+        raise LoadError(f"the NVIDIA driver does not work ({error.name})")
+    return value[0] if value else None
 
 
 def _card(ordinal: int) -> _Found:
     from cuda.bindings import driver
 
-    device = driver.cuDeviceGet(ordinal)[1]
-    asked = driver.CUdevice_attribute
-    major = driver.cuDeviceGetAttribute(asked.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)[1]
-    minor = driver.cuDeviceGetAttribute(asked.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)[1]
-    return _Found(driver.cuDeviceGetName(256, device)[1].partition(b"\0")[0].decode(errors="replace"), (major, minor))
+    device, asked = _ask(driver.cuDeviceGet(ordinal)), driver.CUdevice_attribute
+    major = _ask(driver.cuDeviceGetAttribute(asked.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device))
+    minor = _ask(driver.cuDeviceGetAttribute(asked.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device))
+    name = _ask(driver.cuDeviceGetName(256, device))
+    return _Found(name.partition(b"\0")[0].decode(errors="replace"), (major, minor))
