@@ -1,7 +1,7 @@
 """The command line: reads arguments, calls one function, draws. Nothing imports it; only it knows typer and rich.
 
-Exit codes: 0 done; 1 refused or failed, one line says why; 2 wrong usage; 3 a check did not hold; 130 interrupted; 141 stdout was
-closed by its reader.
+Exit codes: 0 done; 1 refused or failed, one line says why; 2 wrong usage; 3 a check did not hold; 130 interrupted;
+141 stdout was closed by its reader.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def _cards() -> list[_Found]:
         version = _ask(driver.cuDriverGetVersion())
         if version // 1000 < major:  # within a major version, and on a newer driver, what NVRTC makes can be loaded
             raise LoadError(
-                f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}, NVRTC {major}.{minor} needs one "
-                f"that knows {major}.0 or newer: {INSTALL_12}"
+                f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}, NVRTC {major}.{minor} needs "
+                f"one that knows {major}.0 or newer: {INSTALL_12}"
             )
         return [_card(ordinal) for ordinal in range(_ask(driver.cuDeviceGetCount()))]
     except RuntimeError:  # it lacks a function that the bindings call, as drivers before CUDA 12 do
