@@ -110,8 +110,8 @@ def convert(
     device_memory: Annotated[
         str | None,
         typer.Option(
-            help="What packing may take of each card's memory, and of the host's for it, with a unit; 4GB if not given, "
-            "and never more than 67MB a worker."
+            help="What packing may take of each card's memory, and of the host's for it, with a unit; 4GB if not "
+            "given, and never more than 67MB a worker."
         ),
     ] = None,
     shard_size: ShardSize = "5GB",

@@ -18,7 +18,7 @@ from .device import Devices
 from .guide import Guide, guided
 from .kernels import Matrix, Target
 from .kernels.build import INSTALL
-from .kernels.jobs import Work, needs, supports
+from .kernels.jobs import ALIGNED, Work, needs, supports
 from .plan import Plan
 from .units import Unit
 from .work import UnitRun, run_unit, stays, stored, target_of
@@ -123,8 +123,8 @@ def _algebra(cards: Sequence[Card], plan: Plan) -> tuple[dict[int, str], tuple[s
 def _share(plan: Plan, memory: int, lanes: int) -> Share:
     """What each of a card's lanes holds: sources and results in the proportion that the job has them."""
     room, least = min(LANE_BYTES, memory // lanes), _least(plan)
-    source = room * least.source // (least.source + least.result)
-    share = Share(source, room - source)
+    source = room * least.source // (least.source + least.result) // ALIGNED * ALIGNED
+    share = Share(source, (room - source) // ALIGNED * ALIGNED)
     if not share.holds(least):
         raise PlanError(
             f"{memory / 1e6:,.0f} MB of a card's memory are too little for {lanes} workers: 128 rows of the widest "

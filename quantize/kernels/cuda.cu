@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(256) to_bf16(const Job* __restrict__ jobs, u64
   for (u32 j = 0; j < 4; j++) {
     float x[kVector];
     const u32 top = decode_patch<kind>(job, patch, codes[j], j, x, found);
-    if (!ordinary(top)) found.count(found.shared.rare);
+    if (rare(top)) found.count(found.shared.rare);  // what BF16 cannot hold, too
     const u32 element = patch.element(j);
     Words<4> out;
     Sums sums;
@@ -41,10 +41,6 @@ __global__ void __launch_bounds__(256) to_bf16(const Job* __restrict__ jobs, u64
       sums.add(x[i + 1] - as_float(high), x[i + 1]);
     }
     found.sums.add(sums);
-    if (top >= kOverflows)
-#pragma unroll
-      for (int i = 0; i < (int)kVector; i++)
-        if ((bits(x[i]) & 0x7fffffffu) >= kOverflows) found.note(kOverflow, element + i);
     if (patch.inside(j)) *reinterpret_cast<Words<4>*>(job.out_codes + 2ull * element) = out;
   }
   write_partial<256>(found, partials);

@@ -1,11 +1,12 @@
 // What one thread does with eight neighbours of a row: read them, decode them, look for faults, add up errors.
 
-constexpr u32 kInfinity = 0x7f800000u, kOverflows = 0x7f7f8000u;  // from there on a float rounds to BF16's infinity
+constexpr u32 kInfinity = 0x7f800000u;
 // amax of the blocks that are done here. Squares of what lies below 2^56, and their sum over a thread block, stay far from
 // float's end; below 2^-30 they would be lost, and quotients need care that is wasted on all others.
 constexpr u32 kOrdinaryLow = 0x30800000u, kOrdinaryHigh = 0x5b800000u;
 
 PHASEFOLD_INLINE bool ordinary(u32 amax) { return amax == 0 || (amax >= kOrdinaryLow && amax < kOrdinaryHigh); }
+PHASEFOLD_INLINE bool rare(u32 amax) { return !ordinary(amax) && amax < kInfinity; }  // from there on it is a fault
 
 // Sums of squares: of a vector first, then of a thread's vectors, so that none is long.
 struct Sums {

@@ -24,7 +24,7 @@ struct E4M3 {
 PHASEFOLD_INLINE void write_e4m3_scale(const Job& job, float scale, u32 top, Found& found) {
   reinterpret_cast<float*>(job.out_scales)[blockIdx.x] = scale;
   if (top == 0) found.count(found.shared.zero_blocks);
-  if (!ordinary(top)) found.count(found.shared.rare);
+  if (rare(top)) found.count(found.shared.rare);
 }
 
 // A vector's codes, one word of them, under an INT4 scale that a method has found. kSearch: it may be so small that codes
@@ -55,7 +55,7 @@ PHASEFOLD_INLINE void write_int4_scale(const Job& job, u32 element, float scale,
   reinterpret_cast<u16*>(job.out_scales)[element / group] = (u16)(bits(scale) >> 16);
   if (top - kOrdinaryLow < kOrdinaryHigh - kOrdinaryLow && scale != 0.0f) return;
   if (top == 0) found.count(found.shared.zero_blocks);
-  if (!ordinary(top)) found.count(found.shared.rare);
+  if (rare(top)) found.count(found.shared.rare);
   if (bits(scale) - 1 < 0x00800000u - 1) /* subnormal, not 0 */ found.count(found.shared.tiny_scales);
   if (scale == 0.0f) found.note(kNoInverse, element);
 }
