@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/python examples/demo.py demo-output
 
 test: setup
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope
 
 lint: setup
 	$(BIN)/ruff check .

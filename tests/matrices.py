@@ -9,7 +9,11 @@ from phasefold.formats import Grid
 from phasefold.quantize.kernels import Matrix, Report
 
 PLAIN = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-BLOCKS = {"e4m3": [(128, 128), (1, 0), (0, 0), (1, 32)], "int4": [(1, 32), (1, 64), (1, 128)], "e2m1": [(1, 32)]}
+BLOCKS = {
+    "e4m3": [(128, 128), (1, 0), (0, 0), (1, 32), (2, 8), (1, 1024)],
+    "int4": [(1, 32), (1, 64), (1, 128)],
+    "e2m1": [(1, 32)],
+}
 SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
 
 

@@ -31,10 +31,9 @@ class Built:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    folder = hostcard.shared_folder(tmp_path_factory)
-    found = Built(folder, {})
-    libraries = hostcard.kernels(folder, SOURCE, NAMES, signature=SIGNATURE)
+def built(host_folder: Path) -> Built:
+    found = Built(host_folder, {})
+    libraries = hostcard.kernels(host_folder, SOURCE, NAMES, signature=SIGNATURE)
     found.libraries.update(zip(dict.fromkeys(name.split("<")[0] for name in NAMES), libraries, strict=True))
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -27,8 +28,8 @@ except PhasefoldError as error:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hostcard.shared_folder(tmp_path_factory)
+def folder(host_folder: Path) -> Path:
+    return host_folder
 
 
 def chosen(text: str, env: dict[str, str], before: str = "") -> list[object]:
@@ -49,8 +50,7 @@ def chosen(text: str, env: dict[str, str], before: str = "") -> list[object]:
             "cuda:0,cuda:2",
             [
                 "LoadError",
-                "device cuda:0,cuda:2: there is no card 2, the driver has 2: cuda:0 is the first; "
-                "--device cpu always works",
+                "device cuda:0,cuda:2: there is no card 2, the driver has 2, from cuda:0 on; --device cpu always works",
             ],
         ),
     ],
@@ -69,8 +69,8 @@ HIDDEN = "import sys; sys.modules['cuda'] = None\n"  # as if it were not install
         (OLD, "", "NVIDIA T4 is sm_75, sm_80 or newer is needed"),
         ({"devices": 0}, "", "the NVIDIA driver has no card"),
         ({"init": 100}, "", "the NVIDIA driver has no card"),
-        ({"init": 803}, "", "the NVIDIA driver does not start: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
-        ({}, HIDDEN, "cuda-core is not installed: pip install 'phasefold[cuda]'"),
+        ({"init": 803}, "", "the NVIDIA driver does not work (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)"),
+        ({}, HIDDEN, "cuda-core is not installed: install phasefold with its extra cuda"),
     ],
     ids=["old", "none", "hidden", "broken", "not installed"],
 )
@@ -85,10 +85,38 @@ def test_reasons_that_name_the_compiler(folder: Path) -> None:
     """NVRTC's version is that which is installed."""
     _, old = chosen("auto", hostcard.environment(folder, version=11080))
     assert str(old).startswith("cpu (the NVIDIA driver knows CUDA 11.8, NVRTC 1")
-    assert str(old).endswith(" or newer)")
+    assert str(old).endswith(" or newer: install phasefold with its extra cuda12, in an environment of its own)")
     _, new = chosen("auto", hostcard.environment(folder, capability="99.0", name="NVIDIA Z"))
     assert str(new).startswith("cpu (NVIDIA Z is sm_990, which NVRTC 1")
     assert str(new).endswith("does not know: pip install --upgrade nvidia-cuda-nvrtc)")
+
+
+@pytest.mark.parametrize(
+    ("functions", "reason"),
+    [
+        ("", "is too old, or not whole"),
+        ("int cuInit(unsigned flags) { return 0; }", "is too old, or not whole"),
+        (
+            """#include <string.h>
+            int cuInit(unsigned flags) { return 0; }
+            int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
+            int cuDeviceGetCount(int* count) { *count = 1; return 999; }
+            int cuGetProcAddress_v2(const char* name, void** found, int version, unsigned long long flags, int* how) {
+              *found = !strcmp(name, "cuInit") ? (void*)cuInit : !strcmp(name, "cuDriverGetVersion")
+                     ? (void*)cuDriverGetVersion : !strcmp(name, "cuDeviceGetCount") ? (void*)cuDeviceGetCount : 0;
+              return *found ? 0 : 500;
+            }""",
+            "does not work (CUDA_ERROR_UNKNOWN)",
+        ),
+    ],
+    ids=["empty", "without entry points", "lost card"],
+)
+def test_a_driver_that_is_not_whole(folder: Path, tmp_path: Path, functions: str, reason: str) -> None:
+    (tmp_path / "driver.c").write_text(functions)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", tmp_path / "driver.c", "-o", library], check=True)
+    env = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    assert chosen("auto", env, "") == [[], f"cpu (the NVIDIA driver {reason})"]
 
 
 def test_a_newer_driver_will_do(folder: Path) -> None:
@@ -110,7 +138,7 @@ def test_without_a_driver_the_answer_comes_at_once(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("text", ["", "gpu", "CUDA", "cuda:", "cuda:-1", "cuda:0,", "cuda:0,cpu", "cuda:0 cuda:1"])
 def test_nonsense(text: str) -> None:
-    with pytest.raises(UsageError, match=r"is none; give auto, cpu, cuda, or cards by number: cuda:0,cuda:1$"):
+    with pytest.raises(UsageError, match=r"no such device; give auto, cpu, cuda, or cards by number: cuda:0,cuda:1$"):
         device.choose(text)
 
 

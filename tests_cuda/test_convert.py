@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import variants
+from equal_folders import assert_equal_folders
 from made_statistics import make_statistics
 
 from phasefold.errors import CheckpointError, PlanError
-from phasefold.formats.checkpoint import MANIFEST, open_checkpoint
+from phasefold.formats.checkpoint import open_checkpoint
 from phasefold.formats.statistics import Statistics
 from phasefold.quantize import cards
-from phasefold.quantize.cards import open_cards
+from phasefold.quantize.cards import Cards, open_cards
 from phasefold.quantize.convert import Result, convert
 from phasefold.quantize.device import choose
 from phasefold.quantize.extras import NO_EXTRAS, Extras
+from phasefold.quantize.kernels.card import Arena
 from phasefold.quantize.plan import Plan, make_plan
 from phasefold.quantize.verify import verify
 from phasefold.recipes import load, parse
@@ -44,21 +47,17 @@ def planned(source: Path, recipe: str, extras: Extras = NO_EXTRAS, shard_bytes: 
     return make_plan(open_checkpoint(source), load(recipe), shard_bytes, extras)
 
 
-def on_cards(plan: Plan, out: Path, *, ordinals=(0,), memory: int = 4 << 30, workers: int = 2, **options) -> Result:
-    return convert(plan, out, cards=open_cards(ordinals, plan, memory, workers), **options)
+def opened(plan: Plan, *ordinals: int, memory: int = 4 << 30) -> Cards:
+    devices = choose(",".join(f"cuda:{ordinal}" for ordinal in ordinals) or "cuda")
+    made, name = open_cards(devices, plan, memory, 2)
+    assert made is not None and name == str(made)
+    return made
 
 
-def assert_same_folders(found: Path, expected: Path) -> None:
-    names = {path.name for path in expected.iterdir()}
-    assert {path.name for path in found.iterdir()} == names
-    for name in names - {MANIFEST}:
-        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
-    a, b = (json.loads((folder / MANIFEST).read_bytes()) for folder in (found, expected))
-    for module, unit in a.pop("units").items():  # errors are sums, added in another order
-        other = b["units"][module]
-        assert unit[:3] + unit[4:] == other[:3] + other[4:]
-        assert unit[3] == pytest.approx(other[3], rel=2e-4)
-    assert a == {key: value for key, value in b.items() if key != "units"}
+def on_cards(plan: Plan, out: Path, *ordinals: int, memory: int = 4 << 30, **options: Any) -> Result:
+    """By two lanes of a card, of the first one if no other is given."""
+    with opened(plan, *ordinals, memory=memory) as made:
+        return convert(plan, out, cards=made, **options)
 
 
 @pytest.mark.parametrize(("base", "kind", "recipe"), SOURCES)
@@ -67,17 +66,47 @@ def test_artifacts_are_the_cpus(tmp_path: Path, base: str, kind: str, recipe: st
     result = on_cards(plan, tmp_path / "card")
     assert result.backend == choose("cuda").name
     convert(plan, tmp_path / "cpu")
-    assert_same_folders(tmp_path / "card", tmp_path / "cpu")
+    assert_equal_folders(tmp_path / "card", tmp_path / "cpu")
     assert verify(tmp_path / "card", plan.checkpoint.folder).problems == []
+
+
+def test_all_cards(tmp_path: Path, ordinals: tuple[int, ...]) -> None:
+    """As many as there are, to two."""
+    plan = planned(variants.EXAMPLES / "tiny-glm5", "glm-decode-int4", shard_bytes=300_000)
+    result = on_cards(plan, tmp_path / "cards", *ordinals)
+    assert result.backend == choose(",".join(f"cuda:{ordinal}" for ordinal in ordinals)).name
+    convert(plan, tmp_path / "cpu")
+    assert_equal_folders(tmp_path / "cards", tmp_path / "cpu")
 
 
 def test_lanes_that_hold_less_than_a_matrix(tmp_path: Path) -> None:
     """Matrices are cut into blocks of 128 rows, and a lane is delivered many times over."""
-    plan = planned(variants.variant("bf16", "tiny-glm4", tmp_path / "source"), "glm-prefill-fp8")
+    plan = planned(variants.variant("bf16", "tiny-kimi", tmp_path / "source"), "kimi-prefill-fp8")
     least = cards._least(plan)
-    on_cards(plan, tmp_path / "card", memory=2 * 3 * (least.source + least.result), workers=2)
+    on_cards(plan, tmp_path / "card", memory=2 * 3 * (least.source + least.result))
     convert(plan, tmp_path / "cpu")
-    assert_same_folders(tmp_path / "card", tmp_path / "cpu")
+    assert_equal_folders(tmp_path / "card", tmp_path / "cpu")
+
+
+def test_lanes_are_under_way_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its copy to the card enqueued, and waits for the other to come as far, before it waits for the card."""
+    copy, met, both = Arena.copy, threading.local(), threading.Barrier(2, timeout=60)
+
+    def meet(self: Arena, *arguments: Any, **options: Any) -> None:
+        copy(self, *arguments, **options)
+        if not hasattr(met, "other"):
+            met.other = both.wait()
+
+    monkeypatch.setattr(Arena, "copy", meet)
+    plan = planned(variants.EXAMPLES / "tiny-glm4", "glm-decode-int4")
+    on_cards(plan, tmp_path / "card", memory=1_000_000)
+    convert(plan, tmp_path / "cpu")
+    assert_equal_folders(tmp_path / "card", tmp_path / "cpu")
+
+
+def test_a_job_without_work_for_a_card_is_the_cpus() -> None:
+    plan = planned(variants.EXAMPLES / "tiny-glm4", "keep")
+    assert open_cards(choose("cuda"), plan, 4 << 30, 2) == (None, "cpu (nothing in this job is a card's work)")
 
 
 def test_memory_that_holds_no_matrix_is_refused(tmp_path: Path) -> None:
@@ -118,7 +147,7 @@ def test_a_stopped_job_goes_on(tmp_path: Path) -> None:
     resumed = on_cards(plan, tmp_path / "card").resumed_shards
     assert 0 < resumed < len(plan.shards)
     convert(plan, tmp_path / "cpu")
-    assert_same_folders(tmp_path / "card", tmp_path / "cpu")
+    assert_equal_folders(tmp_path / "card", tmp_path / "cpu")
 
 
 def guided(tmp_path: Path, method: str) -> tuple[Plan, Statistics]:
@@ -146,18 +175,18 @@ def test_weights_of_columns(tmp_path: Path) -> None:
     plan, statistics = guided(tmp_path, "search")
     on_cards(plan, tmp_path / "card", statistics=statistics)
     convert(plan, tmp_path / "cpu", statistics=statistics)
-    assert_same_folders(tmp_path / "card", tmp_path / "cpu")
+    assert_equal_folders(tmp_path / "card", tmp_path / "cpu")
 
 
 def test_gptq(tmp_path: Path) -> None:
     """By torch on the card, where this torch can: sums in another order, so nearly the same codes; else the same."""
     plan, statistics = guided(tmp_path, "gptq")
-    made = open_cards((0,), plan, 1 << 30, 2)
-    result = convert(plan, tmp_path / "card", cards=made, statistics=statistics)
+    with opened(plan) as made:
+        result = convert(plan, tmp_path / "card", cards=made, statistics=statistics)
     expected = convert(plan, tmp_path / "cpu", statistics=statistics)
     assert verify(tmp_path / "card", plan.checkpoint.folder).problems == []
     assert result.errors["routed_expert"] == pytest.approx(expected.errors["routed_expert"], rel=1e-3)
     assert [unit[4:] for unit in result.manifest.units.values()] == [u[4:] for u in expected.manifest.units.values()]
     if not torch.cuda.is_available():
-        assert made.notes == ("GPTQ stays on the CPU: this torch was built without CUDA",)
-        assert_same_folders(tmp_path / "card", tmp_path / "cpu")
+        assert made.notes == ("GPTQ stays on the CPU: this torch cannot use the card",)
+        assert_equal_folders(tmp_path / "card", tmp_path / "cpu")
