@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from phasefold.evals.statistics import student
+
 
 class Interval(NamedTuple):
     """A mean and the bounds of its 95 % interval."""
@@ -25,17 +27,6 @@ class Interval(NamedTuple):
     def verdict(self) -> str:
         """Of a difference: which sign it has, where the interval tells."""
         return "below" if self.high < 0 else "above" if self.low > 0 else "not told apart"
-
-
-def student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, by Cornish and Fisher's expansion: within 0.001 from 8 degrees on."""
-    z = statistics.NormalDist().inv_cdf(0.975)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
 def interval(values: Sequence[float]) -> Interval:
