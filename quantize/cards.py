@@ -127,7 +127,7 @@ def _share(plan: Plan, memory: int, lanes: int) -> Share:
     share = Share(source, (room - source) // ALIGNED * ALIGNED)
     if not share.holds(least):
         raise PlanError(
-            f"{memory / 1e6:,.0f} MB of a card's memory are too little for {lanes} workers: 128 rows of the widest "
+            f"{memory / 1e6:,.1f} MB of a card's memory are too little for {lanes} workers: 128 rows of the widest "
             f"matrix take {(least.source + least.result) / 1e6:,.1f} MB each; give --device-memory more, or fewer "
             "--workers"
         )

@@ -57,8 +57,8 @@ LESS, NO_CARD = "give a smaller --device-memory, or --device cpu", "--device cpu
     [
         ({}, "done"),
         ({"fail_at": 11}, "done"),
-        ({"memory": 1 << 20}, f"cuda:0 (NVIDIA H200): 8 MB of its memory are not free; {LESS}"),
-        ({"pinned": 1 << 20}, f"cuda:0 (NVIDIA H200): 8 MB of pinned host memory are not free; {LESS}"),
+        ({"memory": 1 << 20}, f"cuda:0 (NVIDIA H200): 8.4 MB of its memory are not free; {LESS}"),
+        ({"pinned": 1 << 20}, f"cuda:0 (NVIDIA H200): 8.4 MB of pinned host memory are not free; {LESS}"),
         ({"fail_at": 1}, f"cuda:0 (NVIDIA H200): converting failed (CUDA_ERROR_LAUNCH_FAILED); {NO_CARD}"),
         (
             {"fail_at": 9, "fail_with": 700},

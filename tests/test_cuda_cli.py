@@ -20,7 +20,7 @@ from equal_folders import assert_equal_folders
 
 TINY = variants.EXAMPLES / "tiny-glm4"
 #: two lanes that hold a few units each, and two dozen shards
-SMALL = ("--recipe", "glm-decode-int4", "--shard-size", "300kB", "--workers", "2", "--device-memory", "1MB")
+SMALL = ("--recipe", "glm-decode-int4", "--shard-size", "300kB", "--workers", "2")
 H200 = "cuda:0 (NVIDIA H200)"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -35,7 +35,8 @@ def environment(host_folder: Path, host_kernels: list[Path]) -> Callable[..., di
 
 
 def command(out: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "phasefold", "convert", str(TINY), str(out), *SMALL, *more]
+    memory = () if "cpu" in more else ("--device-memory", "1MB")
+    return [sys.executable, "-m", "phasefold", "convert", str(TINY), str(out), *SMALL, *memory, *more]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_two_lanes_keep_to_their_memory(convert: Run, tmp_path: Path) -> None:
 def test_memory_that_is_not_there(convert: Run, by_cpu: Path, tmp_path: Path, kind: str) -> None:
     """As where another program has filled the card: the CPU takes its place, unless the card was asked for."""
     where = {"memory": "its memory", "pinned": "pinned host memory"}[kind]
-    reason = f"{H200}: 1 MB of {where} are not free; give a smaller --device-memory, or --device cpu"
+    reason = f"{H200}: 0.5 MB of {where} are not free; give a smaller --device-memory, or --device cpu"
     told = convert(tmp_path / "out", "--device", "cuda", code=1, **{kind: 600_000})
     assert told.stderr == f"phasefold: {reason}\n" and not (tmp_path / "out").exists()
     assert f", 2 workers on cpu ({reason})\n" in convert(tmp_path / "out", **{kind: 600_000}).stdout
@@ -115,7 +116,7 @@ def test_memory_that_is_no_size(convert: Run, tmp_path: Path) -> None:
     for text in ("much", "0GB", "4"):
         assert f"'{text}' is no size" in convert(tmp_path / "out", "--device-memory", text, code=2).stderr
     told = convert(tmp_path / "out", "--device-memory", "100kB", code=1).stderr
-    assert told.startswith("phasefold: 0 MB of a card's memory are too little for 2 workers: ")
+    assert told.startswith("phasefold: 0.1 MB of a card's memory are too little for 2 workers: ")
     assert told.count("\n") == 1 and not (tmp_path / "out").exists()
 
 

@@ -111,7 +111,7 @@ def test_a_job_without_work_for_a_card_is_the_cpus() -> None:
 
 def test_memory_that_holds_no_matrix_is_refused(tmp_path: Path) -> None:
     plan = planned(variants.EXAMPLES / "tiny-glm4", "glm-prefill-fp8")
-    with pytest.raises(PlanError, match=r"0 MB of a card's memory are too little for 2 workers: .* --device-memory"):
+    with pytest.raises(PlanError, match=r"0.1 MB of a card's memory are too little for 2 workers: .* --device-memory"):
         on_cards(plan, tmp_path / "out", memory=100_000)
     assert not (tmp_path / "out").exists()
 

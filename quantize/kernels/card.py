@@ -172,10 +172,10 @@ class Lane:
                 self._stream = device.create_stream()
                 opened.callback(self._stream.close)
                 self._done = self._stream.record(options=EventOptions(blocking_sync=True))  # to wait without spinning
-            with _failures(str(card), "allocating", f"{total / 1e6:,.0f} MB of its memory"):
+            with _failures(str(card), "allocating", f"{total / 1e6:,.1f} MB of its memory"):
                 memory = device.allocate(total, stream=self._stream)
                 opened.callback(memory.close, self._stream)
-            with _failures(str(card), "pinning memory", f"{total / 1e6:,.0f} MB of pinned host memory"):
+            with _failures(str(card), "pinning memory", f"{total / 1e6:,.1f} MB of pinned host memory"):
                 hosts = int(handle_return(driver.cuMemAllocHost(total)))
                 opened.callback(driver.cuMemFreeHost, hosts)  # cuda-core's own would complain after a failure
             cards = int(memory.handle)
