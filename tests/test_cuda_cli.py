@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -143,17 +141,35 @@ def test_a_launch_that_fails(convert: Run, by_cpu: Path, tmp_path: Path) -> None
     assert_equal_folders(out, by_cpu)
 
 
+# the command, which is interrupted with its third shard; those after it take so long that not all can be done
+INTERRUPTED = """
+import os, signal, sys, time
+from phasefold.cli import main
+from phasefold.quantize.shard import ShardWriter
+
+close, closed = ShardWriter.close, []
+
+def closing(writer):
+    close(writer)
+    closed.append(writer)
+    if len(closed) == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    if len(closed) > 2:
+        time.sleep(1)
+
+ShardWriter.close = closing
+main()
+"""
+
+
 def test_sigint(environment: Callable[..., dict[str, str]], convert: Run, by_cpu: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with subprocess.Popen(command(out), env=environment(), stderr=subprocess.PIPE, text=True) as job:
-        while not finished(out):
-            assert job.poll() is None
-            time.sleep(0.002)
-        job.send_signal(signal.SIGINT)
-        _, told = job.communicate(timeout=60)
-    assert job.returncode == 130
-    assert told == "phasefold: interrupted; finished shards are kept, give the same command again to go on\n"
+    job = [sys.executable, "-c", INTERRUPTED, *command(out)[3:]]
+    done = subprocess.run(job, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stderr == "phasefold: interrupted; finished shards are kept, give the same command again to go on\n"
     before = assert_unfinished(out)
+    assert len(before) >= 3
     assert json.loads(convert(out, "--json").stdout)["resumed_shards"] == len(before)
     assert before.items() <= finished(out).items()
     assert_equal_folders(out, by_cpu)
