@@ -41,5 +41,9 @@ class UsageError(PhasefoldError):
     """An option has no meaning, or no such value, whatever the checkpoint holds: change the command."""
 
 
+class EvalError(PhasefoldError):
+    """An evaluation cannot be carried out, or two cannot be compared: see which task, model or file, and mend it."""
+
+
 class PageError(PhasefoldError):
     """A request's page table does not lead to the request's own pages, or no page is left: that request is stopped."""

@@ -19,7 +19,7 @@ BELOW = {
     "quantize": {"errors", "families", "recipes", "formats"},
     "calib": {"errors", "families", "recipes", "formats", "quantize"},
     "serving": {"errors", "families", "recipes", "formats", "quantize", "calib"},
-    "evals": {"errors", "families", "recipes", "formats", "quantize", "calib"},
+    "evals": {"errors", "families", "recipes", "formats", "quantize", "calib", "serving"},  # pairs, as they are served
     "hub": {"errors", "families", "recipes", "formats", "quantize", "calib"},
 }
 # documents, which are read as config.json is
