@@ -27,11 +27,13 @@ from . import DTYPES, Shape
 INDEX = "model.safetensors.index.json"
 MANIFEST = "phasefold.json"
 WORK = ".phasefold"  # of a job that has not ended
+RESULT = re.compile(r"evals/\d{8}T\d{6}Z-[0-9a-f]{8}\.json")  # of `eval`: about a checkpoint, and no part of it
 STRAY_CONFIG = "hf_quant_config.json"  # modelopt's; beside a config.json that says otherwise it would mislead
 _OPEN_FILES = 4  # a thread's: codes and scales, of the source, may lie in different shards
 _SAMPLES, _SAMPLE_BYTES = 8, 4096  # of each shard, for the digest
 MAX_HEADER = 100_000_000  # the safetensors library refuses longer ones
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".onnx", ".h5", ".msgpack", ".npz")
+_NO_SIDE_FILE = (".safetensors", ".safetensors.index.json", ".partial", *OTHER_WEIGHTS)
 
 
 class Stored(NamedTuple):
@@ -262,8 +264,8 @@ def _naturals(value: Any) -> bool:
 def side_files(folder: Path) -> dict[str, int]:
     """Everything beside weights, index, config and manifest (tokenizer, templates, licence): relative path -> bytes.
 
-    Hidden files, aborted downloads (*.partial) and weights in other formats are left out; so is hf_quant_config.json,
-    which would contradict config.json. Raises CheckpointError where something cannot be read or is no file.
+    Hidden files, aborted downloads (*.partial), results of `eval` and weights in other formats are left out, and so is
+    hf_quant_config.json, which would contradict config.json. CheckpointError where one cannot be read or is no file.
     """
     found = {}
 
@@ -276,9 +278,8 @@ def side_files(folder: Path) -> dict[str, int]:
             for name in sorted(files):
                 path = Path(parent, name)
                 relative = path.relative_to(folder).as_posix()
-                if name.startswith(".") or relative in ("config.json", MANIFEST) or name == STRAY_CONFIG:
-                    continue
-                if name.endswith((".safetensors", ".safetensors.index.json", ".partial", *OTHER_WEIGHTS)):
+                ours = relative in ("config.json", MANIFEST) or RESULT.fullmatch(relative)
+                if ours or name.startswith(".") or name == STRAY_CONFIG or name.endswith(_NO_SIDE_FILE):
                     continue
                 with open(path, "rb") as file:
                     found[relative] = os.fstat(file.fileno()).st_size

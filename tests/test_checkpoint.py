@@ -260,10 +260,14 @@ def test_natural_order_and_side_files(folder: Path) -> None:
     (folder / "hf_quant_config.json").write_text("{}")
     (folder / "figures").mkdir()
     (folder / "figures" / "a.png").write_bytes(b"png")
+    (folder / "evals").mkdir()
+    (folder / "evals" / "20261130T104000Z-0123abcd.json").write_text("{}")
+    (folder / "evals" / "theirs.json").write_text("{}")
     (folder / "aborted.bin.partial").write_bytes(b"")
     (folder / "pytorch_model.bin").write_bytes(b"")
     assert list(side_files(folder)) == [
-        "code.py", "figures/a.png", "generation_config.json", "tokenizer.json", "tokenizer_config.json"
+        "code.py", "evals/theirs.json", "figures/a.png", "generation_config.json", "tokenizer.json",
+        "tokenizer_config.json",
     ]  # fmt: skip
 
 
