@@ -264,7 +264,7 @@ def _naturals(value: Any) -> bool:
 def side_files(folder: Path) -> dict[str, int]:
     """Everything beside weights, index, config and manifest (tokenizer, templates, licence): relative path -> bytes.
 
-    Hidden files, aborted downloads (*.partial), results of `eval` and weights in other formats are left out, and so is
+    Left out: hidden files, aborted downloads (*.partial), results of `eval`, weights in other formats, and
     hf_quant_config.json, which would contradict config.json. CheckpointError where one cannot be read or is no file.
     """
     found = {}
@@ -276,8 +276,7 @@ def side_files(folder: Path) -> dict[str, int]:
         for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in sorted(files):
-                path = Path(parent, name)
-                relative = path.relative_to(folder).as_posix()
+                relative = (path := Path(parent, name)).relative_to(folder).as_posix()
                 ours = relative in ("config.json", MANIFEST) or RESULT.fullmatch(relative)
                 if ours or name.startswith(".") or name == STRAY_CONFIG or name.endswith(_NO_SIDE_FILE):
                     continue
