@@ -7,14 +7,15 @@ transformers' experts module, in the order in which its own loop would take them
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .forward import Forward
-from .model import Experts
+from .model import Experts, Matrix
 from .observe import Observer
 from .rows import Rows
 from .store import LayerWriter
@@ -124,34 +125,62 @@ class Apart:
         advance: Callable[[], None],
     ) -> torch.Tensor:
         """Every expert on its tokens -> training tokens of each, I64. training: how many of all, the first ones."""
-        source, device = self.forward.source, self.forward.device
+        device = self.forward.device
         counts = torch.zeros(len(held.items), dtype=torch.int64)
         for expert in range(len(held.items)):
-            gate_up, down = source.load_expert(held, expert, self.forward.dtype, device)
-            self.experts.gate_up_proj = _One(expert, gate_up.weight)
-            self.experts.down_proj = _One(expert, down.weight)
-            observer.watch(gate_up)
-            observer.watch(down)
-            places, tokens = torch.where(self.gathered.index.T == expert)
-            counts[expert] = int((tokens < training).sum())
-            for heldout in (False, True):
-                observer.heldout, observer.paused = heldout, all_experts
-                mine = ((tokens >= training) == heldout).nonzero().flatten()
-                if heldout:  # the first rows are kept: let them be those that a pass of whole batches meets first
-                    mine = mine[torch.argsort((tokens[mine] - training) // piece, stable=True)]
-                self._add(expert, tokens[mine], places[mine], piece)
-                observer.paused = False
-                if all_experts:
-                    every = range(training, self.gathered.rows.count) if heldout else range(training)
-                    for start in range(every.start, every.stop, piece):
-                        some = self.gathered.rows.get(range(start, min(start + piece, every.stop)))
-                        _through(self.experts, some.to(device), expert)
-            for name, value in observer.release():
-                writer.add(name, value)
-            self.experts.gate_up_proj = self.experts.down_proj = None  # let go before the next one comes
-            del gate_up, down
+            with self._there(held, expert) as matrices:
+                observer.watch(matrices[0])
+                observer.watch(matrices[1])
+                places, tokens = self._routed(expert)
+                counts[expert] = int((tokens < training).sum())
+                for heldout in (False, True):
+                    observer.heldout, observer.paused = heldout, all_experts
+                    mine = ((tokens >= training) == heldout).nonzero().flatten()
+                    if heldout:  # the first rows are kept: let them be those that a pass of whole batches meets first
+                        mine = mine[torch.argsort((tokens[mine] - training) // piece, stable=True)]
+                    self._add(expert, tokens[mine], places[mine], piece)
+                    observer.paused = False
+                    if all_experts:
+                        every = range(training, self.gathered.rows.count) if heldout else range(training)
+                        for start in range(every.start, every.stop, piece):
+                            some = self.gathered.rows.get(range(start, min(start + piece, every.stop)))
+                            _through(self.experts, some.to(device), expert)
+                for name, value in observer.release():
+                    writer.add(name, value)
             advance()
         return counts
+
+    def run_unobserved(self, held: Experts, batches: Sequence[range], advance: Callable[[], None]) -> None:
+        """Every expert on its tokens, those of each batch by themselves: then the layer gives the very bits that it
+        gives where all experts are there and a batch goes through it.
+
+        batches: consecutive rows, all together all of them.
+        """
+        stops = torch.tensor([batch.stop for batch in batches])
+        for expert in range(len(held.items)):
+            with self._there(held, expert):
+                places, tokens = self._routed(expert)
+                whose, order = torch.bucketize(tokens, stops, right=True).sort(stable=True)
+                many = torch.bincount(whose, minlength=len(batches)).tolist()
+                for batch, mine in zip(batches, torch.split(order, many), strict=True):
+                    self._add(expert, tokens[mine], places[mine], len(batch))
+            advance()
+
+    @contextlib.contextmanager
+    def _there(self, held: Experts, expert: int) -> Iterator[list[Matrix]]:
+        """One expert's weights in their place, which the caller may look at; let go before the next one's come."""
+        matrices = list(self.forward.source.load_expert(held, expert, self.forward.dtype, self.forward.device))
+        self.experts.gate_up_proj, self.experts.down_proj = (_One(expert, matrix.weight) for matrix in matrices)
+        try:
+            yield matrices
+        finally:
+            self.experts.gate_up_proj = self.experts.down_proj = None
+            matrices.clear()
+
+    def _routed(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens of an expert, and at which of their k places they have it, in the order of transformers' loop."""
+        places, tokens = torch.where(self.gathered.index.T == expert)
+        return places, tokens
 
     def _add(self, expert: int, tokens: torch.Tensor, places: torch.Tensor, piece: int) -> None:
         """Add what an expert gives for some tokens, routed to it at these places among their k."""

@@ -68,9 +68,12 @@ class Forward:
         return self.source.rows(tokens, self.dtype).to(self.device)
 
     def call(
-        self, layer: Any, hidden: torch.Tensor, carried: torch.Tensor | None, cache: Any
+        self, layer: Any, hidden: torch.Tensor, carried: torch.Tensor | None, cache: Any | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One layer's output, and what it hands to the next one besides: indices of an indexer, or nothing."""
+        """One layer's output, and what it hands to the next one besides: indices of an indexer, or nothing.
+
+        cache: None where nothing is to be cached.
+        """
         arguments = dict(self._call_arguments(hidden, cache))
         arguments[self.cache_keyword] = cache
         if "prev_topk_indices" in arguments:
@@ -78,22 +81,30 @@ class Forward:
         found = layer(hidden, **arguments)
         return found if isinstance(found, tuple) else (found, None)
 
-    def _call_arguments(self, hidden: torch.Tensor, cache: Any) -> dict[str, Any]:
+    def _call_arguments(self, hidden: torch.Tensor, cache: Any | None) -> dict[str, Any]:
         """What transformers calls a layer with, for this shape of batch."""
         shape = (hidden.shape[0], hidden.shape[1])
         if shape not in self._arguments:
             self._arguments = {}  # masks are large: one shape at a time
             try:
-                self.model.model(inputs_embeds=hidden, use_cache=True, **{self.cache_keyword: cache})
+                self.model.model(inputs_embeds=hidden, use_cache=cache is not None, **{self.cache_keyword: cache})
             except _Captured:
                 self._arguments[shape] = self._recorder.arguments
         return self._arguments[shape]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, L, hidden] behind the last layer -> [B, L, vocabulary]."""
+    def load_head(self) -> None:
+        """Decode what stands behind the layers: the norm and the matrix that makes logits."""
         core = self.model.model
         for module, name in ((core.norm, "model.norm.weight"), (self.model.lm_head, "lm_head.weight")):
             value = self.source.outer(name).to(self.device, self.dtypes.of(name))
             module.load_state_dict({"weight": value}, assign=True)
-        found: torch.Tensor = self.model.lm_head(core.norm(hidden))
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] behind the last layer -> [..., vocabulary]. `load_head` comes first."""
+        found: torch.Tensor = self.model.lm_head(self.model.model.norm(hidden))
         return found
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, L, hidden] behind the last layer -> [B, L, vocabulary], weights and all."""
+        self.load_head()
+        return self.head(hidden)

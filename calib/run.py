@@ -169,7 +169,7 @@ def calibrate(job: Job, out: Path, advance: Advance | None = None) -> Result:
     return Result(about, resumed, one_by_one)
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Hand freed memory back to the system: the C library keeps what lies between blocks that are still in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
@@ -212,7 +212,7 @@ class _Run:
                 if rows is not None:
                     rows.flush()
             self.work.note_done(entries)
-            _give_back()
+            give_back()
             for rows in (hidden, carried):
                 if rows is not None:
                     rows.close(delete=True)
