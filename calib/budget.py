@@ -78,6 +78,20 @@ def layer_need(
     return Need(common + routed + square["routed"], common + one + square["one"], stored + _CACHE)
 
 
+def model_need(source: Source, width: int, workspace: int) -> int:
+    """Bytes that a model takes that is loaded whole, at most at a time. width, workspace: as of `layer_need`.
+
+    While it is built the experts are there twice, as they were decoded and as transformers stacks them.
+    """
+    held = routed = largest = layered = 0
+    for items in (source.outside, *source.layers):
+        mine = sum(math.prod(item.shape) for item in items if item.spec.role == ROUTED) * width
+        held += sum(math.prod(item.shape) for item in items) * width
+        routed, layered = routed + mine, max(layered, mine)
+        largest = max(largest, *(math.prod(item.shape) * _F32 + item.nbytes for item in items))
+    return held + max(workspace, routed + layered + largest)
+
+
 def workspace_bytes(source: Source, batch: int, length: int) -> int:
     """A generous estimate of what the forward pass of [batch, length] tokens takes besides weights, in bytes."""
     config, tokens = source.config, batch * length

@@ -176,6 +176,11 @@ class Source:
         """Close the checkpoint's files."""
         self.reader.close()
 
+    @property
+    def outside(self) -> list[Item]:
+        """The items outside of the layers: embeddings, the last norm, what makes logits."""
+        return list(self._others.values())
+
     def experts(self, layer: int) -> Experts | None:
         """The routed experts of a layer, None where it is dense."""
         found: dict[int, dict[str, Item]] = {}

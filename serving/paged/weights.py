@@ -43,9 +43,12 @@ class Loaded:
     folder: Path
 
 
-def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Loaded:
+def load_model(
+    folder: Path, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", attention: str = "eager"
+) -> Loaded:
     """Decode a checkpoint and build its language model. The whole of it must fit the memory, decoded.
 
+    attention: transformers' implementation; pages want "eager".
     Raises CheckpointError for a checkpoint that is not right, LoadError where transformers has no class for it, where a
     tensor is missing or finds no place, or where torch has no such device.
     """
@@ -63,11 +66,11 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, device: str
             state[item.spec.name.removeprefix(WRAPPER)] = value if item.format.plain else value.to(dtype)
     finally:
         reader.close()
-    model = _placed(config, state, dtype, folder)
+    model = _placed(config, state, dtype, folder, attention)
     return Loaded(model.to(device).eval(), layers, sum(len(item.parts) for item in wanted), folder)
 
 
-def _placed(config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> Any:
+def _placed(config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path, attention: str) -> Any:
     """The tensors in the model that transformers builds from the config; LoadError unless each has its place."""
     from transformers.models.auto import modeling_auto
     from transformers.utils import logging
@@ -83,7 +86,7 @@ def _placed(config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype, fol
             config=config,
             state_dict=state,
             dtype=dtype,
-            attn_implementation="eager",
+            attn_implementation=attention,
             output_loading_info=True,
         )
     finally:
