@@ -43,7 +43,8 @@ class Harvest:
 
     tasks: of each task its metrics, the one that speaks for it first. groups: lm-eval's groups that were asked for, and
     the tasks in them, subgroups resolved. passages: texts of the questions. truncated: requests that were too long for
-    the model and lost their beginning, by task. versions: of each task, as its author counts.
+    the model and lost their beginning, by task. versions: of each task, as its author counts. notes: what lm-eval
+    warned of, and what was left out.
     """
 
     tasks: Mapping[str, tuple[TaskScores, ...]]
@@ -51,3 +52,4 @@ class Harvest:
     passages: tuple[Passage, ...]
     truncated: Mapping[str, int]
     versions: Mapping[str, str]
+    notes: tuple[str, ...] = ()
