@@ -1,0 +1,261 @@
+"""Run lm-eval's tasks on a model so that one number a question comes out.
+
+lm-eval makes the prompts, asks the model and scores the answers; nothing of what it prints reaches the screen, and its
+warnings are kept. Few-shot examples are drawn with lm-eval's own seeds whatever the seed of sampling is, so that every
+run is asked the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import random
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import EvalError, LoadError, PhasefoldError, UsageError
+from .asked import check_safe, find_tasks
+from .harvest import passages_of, task_scores
+from .runner import Advance
+from .scores import Harvest
+
+_LOUD = ("lm_eval", "lm-eval", "datasets")  # loggers whose warnings are kept
+#: warnings that tell what everybody knows who asked for it, or what a task's author left to lm-eval's defaults
+_IDLE = (
+    "generation_kwargs: ", "aggregation is not. using default", "higher_is_better is not. using default",
+    "Custom kwargs can be passed to",
+)  # fmt: skip
+_LONGEST = 300  # characters of a warning
+
+
+@dataclass(frozen=True, slots=True)
+class Noted(Harvest):
+    """notes: what lm-eval warned of, and what was left out, a line each."""
+
+    notes: tuple[str, ...]
+
+
+def run_tasks(
+    lm: Any,
+    tasks: Sequence[str],
+    *,
+    include: Sequence[Path] = (),
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    chat_template: bool = False,
+    system_instruction: str | None = None,
+    repeats: int = 1,
+    seed: int = 0,
+    gen_kwargs: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    advance: Advance = lambda _: None,
+) -> Noted:
+    """Ask a model all questions of some tasks.
+
+    lm: lm-eval's, ours or another. tasks: names, groups, tags and patterns of lm-eval and of ours, YAML files, folders
+    of them. limit: questions of a task. repeats: how often tasks that generate are run, with seeds from `seed` on, and
+    they must sample then; the others, of which every run is the same, are run once.
+    Raises UsageError for what makes no sense, EvalError naming the task where one, or its data, cannot be used.
+    """
+    try:
+        from lm_eval.evaluator import evaluate
+    except ImportError as error:
+        raise LoadError(f"lm-eval cannot be imported ({error}): pip install 'phasefold[evals]'") from None
+    with _quietly(advance) as (told, notes), _naming(", ".join(tasks)):
+        _seed()
+        asked = find_tasks(tasks, include, metadata or {})
+        for name, task in asked.tasks.items():
+            _check(name, task)
+            notes.extend(_override(name, task, num_fewshot, gen_kwargs or {}))
+            if repeats > 1 and task.OUTPUT_TYPE == "generate_until":
+                _check_samples(name, task)
+        runs: dict[str, list[Any]] = {name: [] for name in asked.tasks}
+        truncated: dict[str, int] = {}
+        for number in range(repeats):
+            now = {n: t for n, t in asked.tasks.items() if number == 0 or t.OUTPUT_TYPE == "generate_until"}
+            if not now:
+                break
+            _seed()
+            for task in now.values():
+                task.set_fewshot_seed(seed=_defaults()[1])
+            with _asking(lm, seed + number, told):
+                found = evaluate(
+                    lm,
+                    {"tasks": now, "groups": {}},
+                    limit=limit,
+                    bootstrap_iters=0,
+                    log_samples=True,
+                    system_instruction=system_instruction,
+                    apply_chat_template=chat_template,
+                    fewshot_as_multiturn=chat_template,
+                )
+            if number == 0:
+                truncated = dict(getattr(lm, "truncated", {}))
+            if not hasattr(lm, "advance"):
+                told(sum(len(task.instances) for task in now.values()))
+            for name in now:
+                runs[name].append(found["samples"][name])
+        scores, passages = {}, []
+        for name, task in asked.tasks.items():
+            metrics, left = task_scores(name, task, runs[name])
+            scores[name] = tuple(metrics)
+            notes += [f"task {name}: {metric} is left out: it has no number for each question" for metric in left]
+            if hasattr(lm, "passage"):
+                passages += passages_of(name, task, runs[name][0], metrics[0], lm.passage)
+        versions = {name: str(task.VERSION) for name, task in asked.tasks.items()}
+        return Noted(scores, asked.groups, tuple(passages), truncated, versions, tuple(dict.fromkeys(notes)))
+
+
+def _check(name: str, task: Any) -> None:
+    """Refuse what would do more, or need more, than a language model that answers."""
+    check_safe(name, getattr(task, "UNSAFE_CODE", False))
+    if getattr(task, "MULTIMODAL", False):
+        raise UsageError(f"task {name}: asks about images or sound, and phasefold evaluates text")
+
+
+def _override(name: str, task: Any, num_fewshot: int | None, gen_kwargs: Mapping[str, Any]) -> list[str]:
+    """What lm-eval's simple_evaluate does to tasks before it runs them -> what is to be said of it."""
+    if gen_kwargs and task.OUTPUT_TYPE == "generate_until":
+        task.set_config(key="generation_kwargs", value=dict(gen_kwargs), update=True)
+    own = task.get_config("num_fewshot")
+    if num_fewshot is None or own == 0:
+        if own is None:
+            task.set_config(key="num_fewshot", value=0)
+        return [f"task {name}: has no few-shot examples, whatever is asked for"] if num_fewshot else []
+    task.set_config(key="num_fewshot", value=num_fewshot)
+    return (
+        [f"task {name}: {num_fewshot} few-shot examples instead of its own {own}"]
+        if own not in (None, num_fewshot)
+        else []
+    )
+
+
+def _check_samples(name: str, task: Any) -> None:
+    """UsageError for answers that would be the same every time."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    made = dict(normalize_gen_kwargs(dict(task.get_config("generation_kwargs") or {})))
+    if not made["do_sample"] or not made.get("temperature"):
+        raise UsageError(
+            f"task {name}: its answers are greedy, the same every time, so repeats tell nothing: give "
+            "--gen-kwargs do_sample=true,temperature=0.6 (and the model's own top_p), or no --repeats"
+        )
+
+
+def _defaults() -> tuple[int, int]:
+    """lm-eval's seeds: of Python's random numbers, and of all others."""
+    from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+
+    return DEFAULT_RANDOM_SEED, DEFAULT_OTHER_SEED
+
+
+def _seed() -> None:
+    """As lm-eval does: tasks may shuffle their documents by the global generators."""
+    random.seed(_defaults()[0])
+    np.random.seed(_defaults()[1])
+
+
+@contextlib.contextmanager
+def _asking(lm: Any, seed: int, advance: Advance) -> Iterator[None]:
+    """A model that samples with this seed, and says how far it is."""
+    if hasattr(lm, "truncated"):
+        lm.truncated.clear()
+    if hasattr(lm, "seed"):
+        lm.seed = seed
+    elif hasattr(lm, "_seed"):  # lm-eval's clients of servers
+        lm._seed = seed
+    if not hasattr(lm, "advance"):
+        yield
+        return
+    before, lm.advance = lm.advance, advance
+    try:
+        yield
+    finally:
+        lm.advance = before
+
+
+class _Collected(logging.Handler):
+    """Warnings, a line each."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it, if it is of the harness, and says something."""
+        line = " ".join(record.getMessage().split())
+        if record.name.split(".")[0] in _LOUD and not any(idle in line for idle in _IDLE):
+            self.lines.append(line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ...")
+
+
+@contextlib.contextmanager
+def _quietly(advance: Advance) -> Iterator[tuple[Advance, list[str]]]:
+    """Nothing but `advance` prints; warnings are kept in the list.
+
+    lm-eval and tasks print, draw bars and log as they like, some of it to stdout, where our JSON goes.
+    """
+    kept, out, err = _Collected(), sys.stdout, sys.stderr
+
+    def told(done: int) -> None:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            advance(done)
+
+    with contextlib.ExitStack() as held:
+        for logger in (logging.getLogger(), logging.getLogger("lm_eval")):
+            logger.addHandler(kept)
+            held.callback(logger.removeHandler, kept)
+        held.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        held.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        yield told, kept.lines
+
+
+@contextlib.contextmanager
+def _naming(asked: str) -> Iterator[None]:
+    """EvalError of one line for whatever the code of a task, or of what fetches its data, raises."""
+    try:
+        yield
+    except PhasefoldError:
+        raise
+    except Exception as error:  # a task is others' code
+        name, fetching, inside = _where(error)
+        if not inside:
+            raise
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        what = f"{type(cause).__name__}: {' '.join(str(cause).split())[:_LONGEST]}"
+        if fetching:
+            raise EvalError(
+                f"task {name or asked}: its data set cannot be had ({what}); mend its files, or fetch it where there "
+                "is a network and let HF_HOME point to it"
+            ) from None
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        raise EvalError(f"task {name or asked}: fails ({what}, at {place}); mend it, or leave it out") from None
+
+
+def _where(error: BaseException) -> tuple[str | None, bool, bool]:
+    """The innermost task or group on the way to an error, whether it was fetching data, and whether it was a task's."""
+    from lm_eval.api.group import Group
+    from lm_eval.api.task import Task
+    from lm_eval.tasks import TaskManager
+
+    name, fetching, inside = None, False, False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        values = frame.f_locals
+        owner = values.get("self", values.get("task") if frame.f_code.co_name == "_compute_task_aggregations" else None)
+        inside |= isinstance(owner, Task | Group | TaskManager)
+        if isinstance(owner, Task):
+            config = getattr(owner, "_config", None)
+            name = getattr(config, "task", None) or name
+            fetching |= frame.f_code.co_name == "download"
+        elif isinstance(owner, Group):
+            name = owner.name
+    return name, fetching, inside
