@@ -138,7 +138,10 @@ _TYPES = {
 
 
 def _typed(value: str, types: set[str]) -> Any:
-    """The value as the first type it can be read as: null, integer, number, boolean, object or array, else text."""
+    """The value as the first type it can be read as: null, integer, number, boolean, object or array, then text.
+
+    Where it may be no text, any JSON; text only if it is none.
+    """
     low = value.lower().strip()
     if "null" in types and value.lower() == "null":
         return None
@@ -150,7 +153,7 @@ def _typed(value: str, types: set[str]) -> Any:
                 pass
     if "boolean" in types and low in ("true", "1", "false", "0"):
         return low in ("true", "1")
-    if types & {"object", "array"}:
+    if types & {"object", "array"} or "string" not in types:
         try:
             return _finite(strict_json(value))
         except ValueError:
