@@ -9,7 +9,7 @@ rows may also be encoded on the way.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,58 +35,100 @@ class Agreement(NamedTuple):
 
 
 class Pair:
-    """Two engines. `max_batch`: how many requests decode at once."""
+    """Two engines, or one twice. `max_batch`: how many requests decode at once.
 
-    def __init__(self, prefill: Engine, decode: Engine, *, max_batch: int = 8) -> None:
+    share: the decode engine takes pages of equal tokens from other requests, its own steps' too, instead of a copy of
+    the prefill engine's.
+    """
+
+    def __init__(self, prefill: Engine, decode: Engine, *, max_batch: int = 8, share: bool = True) -> None:
         check_handover(prefill, decode)
         if max_batch < 1:
             raise LoadError(f"max_batch is {max_batch}; at least one request must decode at once")
-        self.prefill, self.decode, self.max_batch = prefill, decode, max_batch
+        self.prefill, self.decode, self.max_batch, self.share = prefill, decode, max_batch, share
 
-    def start(self, request: Request) -> None:
-        """Prefill, first token, handover. A PageError on the way is the request's own."""
+    def start(self, *requests: Request) -> None:
+        """Prefill, first token, handover; for requests of one prompt. A PageError on the way is the requests' own."""
         try:
-            lease, logits = self.prefill.prefill(request.prompt)
-            request.take(logits[-1])
-            try:
-                request.lease = hand_over(self.prefill, self.decode, lease, [*request.prompt, *request.output])
-            finally:
-                late = self.prefill.pool.release(lease)
+            lease, logits = self.prefill.prefill(requests[0].prompt, last=True)
         except PageError as error:
-            request.error = error
-        else:
-            if late is not None:
+            for request in requests:
+                request.error = error
+            return
+        late = None
+        try:
+            for request in requests:
+                request.take(logits[-1])
+                if request.done:  # nobody will read its pages
+                    continue
+                try:
+                    tokens = [*request.prompt, *request.output]
+                    request.lease = hand_over(self.prefill, self.decode, lease, tokens, share=self.share)
+                except PageError as error:
+                    request.error = error
+        finally:
+            late = self.prefill.pool.release(lease)
+        for request in requests if late is not None else ():
+            if request.lease is not None:
                 self.decode.stop(request, late)
+            request.error = request.error or late
 
     def run(self, requests: Sequence[Request], *, retries: int = 0) -> None:
         """Serve all requests. Those that were stopped are run again from their prompts, `retries` times at most."""
-        waiting, batch = deque(requests), list[Request]()
-        while waiting or batch:
-            while waiting and len(batch) < self.max_batch and (not batch or self._fits(waiting[0], batch)):
-                self.start(waiting[0])
-                request = waiting.popleft()
-                if request.error is None:
-                    batch.append(request)
-            if going := [request for request in batch if not request.done]:
-                self.decode.decode(going)
-            for request in batch:
-                if request.done and request.lease is not None:
-                    self.decode.stop(request)
-            batch = [request for request in batch if not request.done]
+        for _ in self.stream(requests):
+            pass
         stopped = [request for request in requests if request.error is not None]
         if stopped and retries:
             self.decode.pool.counters.retries += len(stopped)
             for request in stopped:
-                request.output, request.logits, request.error, request.steps = [], [], None, 0
+                request.restart()
             self.run(stopped, retries=retries - 1)
 
-    def _fits(self, request: Request, batch: Sequence[Request]) -> bool:
-        """Are there pages for all that the batch and this request may still write?"""
+    def stream(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Serve all requests; each is given back as soon as it is done or stopped.
+
+        Neighbours of one prompt join the batch together, and their prompt is computed once.
+        """
+        waiting, batch = deque(requests), list[Request]()
+        try:
+            while waiting or batch:
+                while joining := self._joining(waiting, batch):
+                    for _ in joining:
+                        waiting.popleft()
+                    self.start(*joining)
+                    batch += [request for request in joining if request.lease is not None]
+                    yield from [request for request in joining if request.lease is None]
+                if going := [request for request in batch if not request.done]:
+                    self.decode.decode(going)
+                over = [request for request in batch if request.done]
+                for request in over:
+                    if request.lease is not None:
+                        self.decode.stop(request)
+                batch = [request for request in batch if not request.done]
+                yield from over
+        finally:
+            for request in batch:  # of whoever stops to listen
+                if request.lease is not None:
+                    self.decode.stop(request)
+
+    def _joining(self, waiting: Iterable[Request], batch: Sequence[Request]) -> list[Request]:
+        """The next requests, all of one prompt, if there is room for all of them; into an empty batch some may go."""
+        joining: list[Request] = []
+        for request in waiting:
+            if joining and request.prompt != joining[0].prompt:
+                break
+            busy = [*batch, *joining]
+            if len(busy) == self.max_batch or (busy and not self._fits(request, busy)):
+                return [] if batch else joining
+            joining.append(request)
+        return joining
+
+    def _fits(self, request: Request, busy: Sequence[Request]) -> bool:
+        """Are there pages for all that the busy ones and this request may still write?"""
         size = self.decode.pool.page_size
-        running = [one for one in batch if one.lease is not None]
-        pages = sum(-(-(len(one.prompt) + one.budget) // size) for one in (*running, request))
-        held = sum(len(one.lease.pages) for one in running if one.lease is not None)
-        return pages - held <= len(self.decode.pool.free)
+        needed = sum(-(-(len(one.prompt) + one.budget) // size) for one in (*busy, request) if one.error is None)
+        held = sum(len(one.lease.pages) for one in busy if one.lease is not None)
+        return needed - held <= len(self.decode.pool.free)
 
 
 def check_handover(source: Engine, target: Engine) -> None:
@@ -108,15 +150,16 @@ def _scales(ours: Layout, theirs: Layout) -> str:
     return " with other scales" if ours.name == theirs.name else ""
 
 
-def hand_over(source: Engine, target: Engine, lease: Lease, tokens: Sequence[int]) -> Lease:
+def hand_over(source: Engine, target: Engine, lease: Lease, tokens: Sequence[int], *, share: bool = True) -> Lease:
     """Copy or convert the pages of a lease into another engine's. `tokens`: the prompt and the token after it.
 
-    Equal rows are copied as bytes, BF16 rows are encoded once. Pages that the target has of the same tokens are shared.
+    Equal rows are copied as bytes, BF16 rows are encoded once. share: pages that the target has of the same tokens are
+    taken instead.
     PageError where the source's pages are not what they should be, or the target has too few.
     """
     if errors := source.pool.check([lease]):
         raise errors[0]
-    taken = target.pool.open(tokens)
+    taken = target.pool.open(tokens if share else [])
     try:
         target.pool.grow(taken, lease.length)
     except PageError:

@@ -8,7 +8,7 @@ the same shapes and their results the same bits as if nothing had happened.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,24 +20,34 @@ from .pages import Lease, PagePool
 from .rows import Scales, make_layout
 from .weights import Loaded
 
+#: logits [vocabulary] and the place of the token among those that are made -> the token
+Choose = Callable[[torch.Tensor, int], int]
+#: asked after each token: do all tokens made so far end here?
+Ends = Callable[[Sequence[int]], bool]
+
 
 @dataclass(slots=True)
 class Request:
     """One request.
 
-    prompt: its tokens, at least one. budget: how many tokens to make. forced: the tokens that it is made to continue
-    with, for scoring; none means greedy. output: tokens made so far. logits: float32 [vocabulary] for each of them.
+    prompt: its tokens, at least one. budget: how many tokens to make, fewer where `ends` says so. forced: the tokens
+    that it is made to continue with, for scoring; else `choose` chooses, and without it the likeliest one is taken.
+    output: tokens made so far. logits: float32 [vocabulary] for each of them, if they are to be kept.
     error: why it was stopped.
     """
 
     prompt: list[int]
     budget: int
     forced: list[int] | None = None
+    choose: Choose | None = None
+    ends: Ends | None = None
+    keep: bool = True
     output: list[int] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     lease: Lease | None = None
     error: PageError | None = None
     steps: int = 0  # decode steps since it joined, those after an error included
+    ended: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt or self.budget < 1 or (self.forced and len(self.forced) < self.budget):
@@ -49,14 +59,24 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Its budget is used up; for a stopped one: would be, had it gone on."""
-        return 1 + self.steps >= self.budget
+        """It has ended, or its budget is used up; for a stopped one: would be, had it gone on."""
+        return self.ended or 1 + self.steps >= self.budget
 
     def take(self, logits: torch.Tensor) -> None:
-        """The next token, greedy or forced, from logits [vocabulary]."""
-        self.logits.append(logits.float())
+        """The next token, forced or chosen, from logits [vocabulary]."""
+        if self.keep:
+            self.logits.append(logits.float())
         place = len(self.output)
-        self.output.append(self.forced[place] if self.forced else int(logits.argmax()))
+        if self.forced:
+            token = self.forced[place]
+        else:
+            token = int(logits.argmax()) if self.choose is None else self.choose(logits, place)
+        self.output.append(token)
+        self.ended = self.ends is not None and self.ends(self.output)
+
+    def restart(self) -> None:
+        """Forget what was made, so that it can be run again from its prompt."""
+        self.output, self.logits, self.error, self.steps, self.ended = [], [], None, 0, False
 
 
 class Engine:
@@ -78,21 +98,24 @@ class Engine:
         names = inspect.signature(self.model.forward).parameters
         self._keyword = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5.2x
 
-    def prefill(self, tokens: Sequence[int], *, chunk: int = 512, share: bool = True) -> tuple[Lease, torch.Tensor]:
+    def prefill(
+        self, tokens: Sequence[int], *, chunk: int = 512, share: bool = True, last: bool = False
+    ) -> tuple[Lease, torch.Tensor]:
         """Compute a prompt in chunks. Returns its lease and logits [n, vocabulary] of the n tokens that it computed.
 
-        share: take pages of the same tokens over from other requests instead. PageError where the pages are wrong or
-        too few; nothing is held then.
+        share: take pages of the same tokens over from other requests instead. last: logits of the last token alone,
+        n = 1. PageError where the pages are wrong or too few; nothing is held then.
         """
         lease = self.pool.open(tokens if share else [])
-        logits = []
+        logits: list[torch.Tensor] = []
         try:
             while lease.length < len(tokens):
                 piece = tokens[lease.length : lease.length + chunk]
                 self.pool.grow(lease, lease.length + len(piece))
                 if errors := self.pool.check([lease]):
                     raise errors[0]
-                logits.append(self._forward([lease], [lease.length], torch.tensor([piece]))[0])
+                found = self._forward([lease], [lease.length], torch.tensor([piece]), last=last)[0]
+                logits = [found] if last else [*logits, found]
                 self.pool.commit(lease, tokens[: lease.length + len(piece)])
         except PageError:
             self.pool.release(lease)
@@ -126,8 +149,10 @@ class Engine:
         request.error, request.lease = error or late, None
 
     @torch.inference_mode()
-    def _forward(self, leases: Sequence[Lease | None], lengths: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
-        """int64 [B, new] behind what each has -> logits [B, new, vocabulary]."""
+    def _forward(
+        self, leases: Sequence[Lease | None], lengths: Sequence[int], tokens: torch.Tensor, *, last: bool = False
+    ) -> torch.Tensor:
+        """int64 [B, new] behind what each has -> logits [B, new, vocabulary], or [B, 1, vocabulary] of the last."""
         # In a step each pair of token and expert has a product of its own, so that what a request gets depends
         # on no neighbour's routing. For prompts that would be slow, and nobody else is there.
         experts = "batched_mm" if tokens.shape[1] == 1 else "eager"
@@ -140,6 +165,7 @@ class Engine:
             attention_mask=mask,
             position_ids=places.positions,
             use_cache=True,
+            logits_to_keep=int(last),  # 0: all
             **{self._keyword: PagedCache(self.storage, places)},
         ).logits
         return logits
