@@ -81,15 +81,20 @@ def layer_need(
 def model_need(source: Source, width: int, workspace: int) -> int:
     """Bytes that a model takes that is loaded whole, at most at a time. width, workspace: as of `layer_need`.
 
-    While it is built the experts are there twice, as they were decoded and as transformers stacks them.
+    While it is built there are, besides it, its experts before they are stacked, those of one layer twice more, and
+    what is stored in another dtype as it is stored.
     """
-    held = routed = largest = layered = 0
+    held = stored = routed = largest = layered = 0
     for items in (source.outside, *source.layers):
-        mine = sum(math.prod(item.shape) for item in items if item.spec.role == ROUTED) * width
-        held += sum(math.prod(item.shape) for item in items) * width
+        mine = 0
+        for item in items:
+            size = math.prod(item.shape)
+            held += size * width
+            mine += size * width * (item.spec.role == ROUTED)
+            stored += item.nbytes * (item.format.plain and item.nbytes != size * width)
+            largest = max(largest, size * _F32 + item.nbytes)
         routed, layered = routed + mine, max(layered, mine)
-        largest = max(largest, *(math.prod(item.shape) * _F32 + item.nbytes for item in items))
-    return held + max(workspace, routed + layered + largest)
+    return held + max(workspace, stored + routed + 2 * layered + largest)
 
 
 def workspace_bytes(source: Source, batch: int, length: int) -> int:

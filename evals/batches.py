@@ -5,14 +5,14 @@ checkpoint, so that two runners multiply matrices of the same shapes and can be 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import EvalError, UsageError
 
 #: in which a forward pass can run
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float32")
 #: logits that are computed together, so many at most (one text's are never parted)
 PIECE = 1 << 26
 
@@ -34,34 +34,38 @@ class Batch(NamedTuple):
 def check_run(dtype: str, batch: int) -> torch.dtype:
     """The dtype of that name. UsageError for another, and for batches of nothing."""
     if dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r}: a forward pass runs in {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+        raise UsageError(f"dtype {dtype!r}: a forward pass runs in {' or '.join(DTYPES)}")
     if batch < 1:
         raise UsageError(f"batch is {batch}; at least one text must go through the model at a time")
     found: torch.dtype = getattr(torch, dtype)
     return found
 
 
-def make_batches(
-    texts: Sequence[Sequence[int]], firsts: Sequence[int], size: int, max_length: int, vocabulary: int
-) -> list[Batch]:
+def make_batches(texts: Sequence[Sequence[int]], firsts: Sequence[int], size: int, config: Any) -> list[Batch]:
     """At most `size` texts in each, the longest ones first. EvalError for a text that the model cannot take.
 
-    A text may have one token more than the model has positions: its last one is never read.
+    A text may have one token more than the model has positions: its last one is never read. config: transformers'.
+
+    An indexer gives many tokens a score of exactly zero, and which of them it chooses depends on how long the padded
+    text is: texts of which it leaves something out are padded by nothing, so that none depends on its neighbours.
     """
-    for number, (text, first) in enumerate(zip(texts, firsts, strict=True)):
+    max_length, vocabulary = config.max_position_embeddings, config.vocab_size
+    chosen = getattr(config, "index_topk", max_length)
+    for number, (text, first) in enumerate(zip(texts, firsts, strict=True), 1):
+        name = f"text {number} of {len(texts)}"
         if not 1 <= first < len(text):
-            raise EvalError(f"text {number}: {len(text)} tokens, scored from number {first} on; from 1 to its last one")
-        if len(text) - 1 > max_length:
-            raise EvalError(f"text {number}: {len(text):,} tokens, the model takes {max_length:,}: cut it before")
-        if not 0 <= min(text) <= max(text) < vocabulary:
-            wrong = min(text) if min(text) < 0 else max(text)
             raise EvalError(
-                f"text {number}: token {wrong}, the model has {vocabulary:,}: is it this model's tokenizer?"
+                f"{name}: token {first} of {len(text)} is to be scored first; at least one token must stand before it, "
+                "and it must be there"
             )
+        if len(text) - 1 > max_length:
+            raise EvalError(f"{name}: {len(text):,} tokens, but the model takes {max_length:,}; shorten the text")
+        if min(text) < 0 or max(text) >= vocabulary:
+            wrong = min(text) if min(text) < 0 else max(text)
+            raise EvalError(f"{name}: token {wrong}, but the model has {vocabulary:,}: another model's tokenizer")
     order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
     batches, start = [], 0
-    for place in range(0, len(order), size):
-        numbers = tuple(order[place : place + size])
+    for numbers in _together(order, [len(text) - 1 for text in texts], size, chosen):
         tokens = torch.zeros(len(numbers), len(texts[numbers[0]]) - 1, dtype=torch.int64)
         for line, number in zip(tokens, numbers, strict=True):
             line[: len(texts[number]) - 1] = torch.tensor(texts[number][:-1])
@@ -69,6 +73,18 @@ def make_batches(
         batches.append(Batch(numbers, tokens, spans, range(start, start + tokens.numel())))
         start += tokens.numel()
     return batches
+
+
+def _together(order: list[int], lengths: list[int], size: int, padded: int) -> Iterator[tuple[int, ...]]:
+    """Numbers of texts, in their order, as batches. padded: how long the longest batch is that may have padding."""
+    some: list[int] = []
+    for number in order:
+        if some and (len(some) == size or padded < lengths[some[0]] != lengths[number]):
+            yield tuple(some)
+            some = []
+        some.append(number)
+    if some:
+        yield tuple(some)
 
 
 def logits_bytes(batches: Sequence[Batch], vocabulary: int, width: int) -> int:

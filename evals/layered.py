@@ -74,7 +74,7 @@ class Layered:
         forward = Forward(self._source, self._dtype, device)
         # a layer with an indexer that is None takes what the one before it has found
         self._sharing = [getattr(module.self_attn, "indexer", module) is None for module in forward.layers]
-        self._plan(make_batches([[0, 0]], [1], 1, self.max_length, self.vocabulary))
+        self._plan(make_batches([[0, 0]], [1], 1, config))
 
     def close(self) -> None:
         """Let go of files, also where nobody took all logits."""
@@ -98,13 +98,12 @@ class Layered:
         EvalError for a text that cannot be taken, LoadError where a layer does not fit; then, as it goes,
         CheckpointError where a weight or a hidden state is not finite.
         """
-        batches = make_batches(texts, firsts, self._batch, self.max_length, self.vocabulary)
+        batches = make_batches(texts, firsts, self._batch, self._source.config)
         return self._scored(batches, self._plan(batches), advance) if batches else iter(())
 
     def _plan(self, batches: list[Batch]) -> _Plan:
         """What fits; LoadError where not even an expert at a time, or the matrix behind the layers, does."""
         source, width = self._source, self._dtype.itemsize
-        longest = batches[0].tokens
         workspace = max(workspace_bytes(source, *batch.tokens.shape) for batch in batches)
         tokens, config = batches[-1].rows.stop, source.config
         choices = tokens * config.num_experts_per_tok * 12  # of experts, with their weights: always in memory
@@ -118,7 +117,7 @@ class Layered:
         outer = max(math.prod(item.shape) * (width + 4) + item.nbytes for item in source.outside)
         self._refuse("what makes logits", outer + logits_bytes(batches, self.vocabulary, width))
         line = config.hidden_size * width
-        carried = min(config.index_topk, longest.shape[1]) if any(self._sharing) else 0
+        carried = min(config.index_topk, batches[0].tokens.shape[1]) if any(self._sharing) else 0
         rows = tokens * ((1 if all(whole) else 4) * line + 4 * carried)
         return _Plan(whole, rows if most + rows > self._memory else 0, carried)
 
@@ -132,7 +131,7 @@ class Layered:
     @torch.no_grad()
     def _scored(self, batches: list[Batch], plan: _Plan, advance: Advance) -> Iterator[tuple[int, torch.Tensor]]:
         with contextlib.ExitStack() as held:
-            self._held = held
+            self._held.push(held)
             passing = _Pass(self._source, self._dtype, self._device, batches, plan, self._folder(plan, held), held)
             passing.layers(self._sharing, _in_texts(advance, batches, len(self._source.layers)))
             yield from passing.logits(self.vocabulary)
@@ -214,7 +213,7 @@ class _Pass:
                 found = self._call(module, batch, takes=takes, gives=gives)
                 self.hidden.put(batch.rows, found)
                 if apart is None:
-                    self._finite(batch, found, layer)
+                    self._finite(found, layer)
                 else:
                     apart.note(batch.rows)
                 advance(len(batch.rows) / (1 if apart is None else 4))
@@ -224,7 +223,7 @@ class _Pass:
                 for batch in self.batches:
                     found = apart.total(batch.rows, self.hidden.get(batch.rows))
                     self.hidden.put(batch.rows, found)
-                    self._finite(batch, found, layer)
+                    self._finite(found, layer)
 
     def _gathered(self) -> Gathered:
         config = self.source.config
@@ -249,12 +248,8 @@ class _Pass:
             self.carried.put(batch.rows, torch.nn.functional.pad(indices, (0, self.carried.width - indices.shape[1])))
         return found.flatten(0, 1)
 
-    def _finite(self, batch: Batch, found: torch.Tensor, layer: int) -> None:
-        """CheckpointError unless what a batch's texts give is finite; what stands for their padding is nobody's."""
-        if bool(torch.isfinite(found).all()):
-            return
-        lines = found.view(*batch.tokens.shape, -1)
-        if not all(bool(torch.isfinite(line[:stop]).all()) for line, (_, stop) in zip(lines, batch.spans, strict=True)):
+    def _finite(self, found: torch.Tensor, layer: int) -> None:
+        if not bool(torch.isfinite(found).all()):
             raise CheckpointError(
                 f"{self.source.checkpoint.folder}: layer {layer}: a hidden state is not finite in "
                 f"{str(self.hidden.dtype).removeprefix('torch.')}; try --dtype float32, else the weights are damaged"

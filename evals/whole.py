@@ -47,7 +47,7 @@ class Whole:
         self, texts: Sequence[Sequence[int]], firsts: Sequence[int], advance: Advance
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """As every runner's. EvalError for a text that cannot be taken, CheckpointError where a logit is not finite."""
-        return self._scored(make_batches(texts, firsts, self._batch, self.max_length, self.vocabulary), advance)
+        return self._scored(make_batches(texts, firsts, self._batch, self._model.config), advance)
 
     @torch.no_grad()
     def _scored(self, batches: list[Batch], advance: Advance) -> Iterator[tuple[int, torch.Tensor]]:
