@@ -32,6 +32,8 @@ def record(found: Mapping[str, Any]) -> None:
     for task, count in found["truncated"].items():
         if count:
             say(f"note: {task}: {count:,} requests are too long for the model and lost their beginning")
+    for note in found.get("notes", ()):
+        say(f"note: {note}")
     for one in found["required"]:
         say(f"required {one['text']}: {'held' if one['held'] else 'MISSED'}: {one['reason']}")
 

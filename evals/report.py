@@ -44,6 +44,8 @@ def markdown(record: Record, *, plot: str | None) -> str:
         parts.append(f"![{target}: differences with 95 % intervals](<{quote(plot, safe='/:')}>)")
     if record["tasks"]:
         parts.append("## Tasks\n\n" + _tasks(record))
+    if record.get("notes"):
+        parts.append("\n".join(f"* {escape(note)}" for note in record["notes"]))
     parts += [section for section in (_other_metrics(record), _proxies(record), _tools(record)) if section]
     if record["required"]:
         parts.append("## What was required\n\n" + _required(record["required"]))

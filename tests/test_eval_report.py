@@ -161,6 +161,8 @@ def test_the_page_says_what_the_record_holds(records: dict[str, dict[str, Any]])
     assert f"```sh\n{record['command']}\n```" in page
     assert "F1 93 (90 to 95) %" in page and "| schema\\|broken | 4 | 4 |" in page
     assert page.count("\n* ") == 3
+    noted = markdown(record | {"notes": ["t: few-shot | 5"]}, plot=None)
+    assert "\n* t: few-shot \\| 5\n" in noted
     assert "lower is better" in markdown(records["twelve"], plot=None)
     assert "fp8_e4m3" in (pair := markdown(records["twelve"], plot=None)) and "task_number_0 3 requests" in pair
     alone = markdown(records["alone"], plot=None)
@@ -303,6 +305,8 @@ def test_the_table_says_what_the_record_holds(
         "docstring_choice", "600", "70.33", "69.00", "-1.33", "-3.19", "to", "+0.52", "19/11", "0.200", "2.55", "+0.33",
         "none", "seen",
     ]  # fmt: skip
+    draw_evals.record(records["three"] | {"notes": ["t: few-shot"]})
+    assert "note: t: few-shot\n" in capsys.readouterr().out
     assert "required all>=-0.3: MISSED: all is -1.143 points" in said and "F1 93 (90 to 95) %" in said
 
 
