@@ -325,6 +325,9 @@ def test_other_metrics_groups_and_all() -> None:
     for name, value in expected.items():
         assert outcome(f"{name}>=-99", record)["value"] == pytest.approx(value), name
     assert outcome("p.value>=0.5", record)["held"]  # no share, so 0.5 is what it says
+    record["tasks"]["t.v2"] = record["tasks"]["u"]  # the longest name that fits is meant
+    assert outcome("t.v2>=-99", record)["value"] == outcome("t.v2.acc>=-99", record)["value"]
+    record["tasks"].pop("t.v2")
     with pytest.raises(UsageError, match=r"say t\.value>=70"):
         outcome("t.value>=0.7", record)
     with pytest.raises(UsageError, match="t has no metric 'f1'; it has acc, exact_match,strict-match"):
@@ -409,6 +412,12 @@ def test_only_like_is_compared_with_like() -> None:
     assert history(records)[2]["tasks"]["docstring_choice"]["since"] is None
     assert changed(records[0], records[2])[0] == {"what": "num fewshot", "before": "none", "after": "5"}
     assert not like(records[0], records[2], "docstring_choice")
+
+
+def test_the_last_run_of_the_same_is_the_one_before() -> None:
+    times = [f"2026-11-0{day}T00:00:00Z" for day in (1, 2, 3)]
+    rows = history([made.record(*made.runs(made.THREE, 1), started=time) for time in times])
+    assert [row["tasks"]["needle_recall"]["since"]["started"] for row in rows[1:]] == times[:2]
 
 
 def test_whatever_changed_is_named() -> None:

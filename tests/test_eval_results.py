@@ -70,6 +70,15 @@ def test_where_lower_is_better_a_rise_is_a_loss() -> None:
     assert found["value"] == after.mean()
 
 
+@pytest.mark.parametrize(("risen", "fallen", "said"), [(0, 60, "not worse"), (9, 5, "cannot tell"), (60, 0, "worse")])
+def test_the_verdict_is_of_the_losing_side(risen: int, fallen: int, said: str) -> None:
+    before = np.array([0.0] * 200 + [1.0] * 200)
+    after = before.copy()
+    after[:risen], after[200 : 200 + fallen] = 1, 0
+    runs = [made.harvest(made.task("wer", scores, upward=False)) for scores in (after, before)]
+    assert task_results(*runs, None, 0.02)[0]["wer"]["verdict"] == said
+
+
 def test_other_units_get_no_verdict_and_no_bounds() -> None:
     rng = np.random.default_rng(2)
     before = rng.gamma(4, 3, 60)
@@ -224,7 +233,7 @@ def test_a_group_pools_the_metric_that_all_have() -> None:
             made.task("b", rng.random(30), metric="bleu"),
             made.task("c", rng.integers(0, 2, 10), metric="exact_match"),
             made.task("d", 5 + rng.random(10), metric="ppl", upward=False),
-            made.task("e", rng.integers(0, 2, 10), metric="errors", upward=False),
+            made.task("e", np.arange(10) < 2, metric="errors", upward=False),
             groups={"ab": ("a", "b"), "ac": ("a", "c"), "ad": ("a", "d"), "ae": ("a", "e")},
         )
 
