@@ -138,7 +138,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def test_answers_are_kept_whole(tmp_path: Path) -> None:
     asked = made(tmp_path, 3, same=3)
     odd = Answer("tool_calls", (Call("ü", '{"a": "\u2028'), Call("", "", "no name")), "😀 text\n")
-    answers = [[odd, GOOD], [LOST], [NONE, BAD, Answer("length")]]
+    answers = [[odd, GOOD], [LOST], [NONE, BAD, Answer("length"), Answer(None)]]
     write_answers(tmp_path / "a.jsonl", asked, answers)
     assert read_answers(tmp_path / "a.jsonl", asked) == answers
     assert read_answers(tmp_path / "a.jsonl", asked[1:]) == answers[1:]
@@ -185,7 +185,8 @@ def test_the_vendor_verifiers_results_are_a_baseline(tmp_path: Path) -> None:
     [
         {"x": 1},
         {"id": "a"},
-        {"id": "a", "repeat": 0, "tool_calls": [], "finish_reason": None},
+        {"id": "a", "repeat": 0, "tool_calls": [], "finish_reason": 5},
+        {"id": "a", "repeat": 0, "tool_calls": None, "finish_reason": "stop"},
         {"id": "a", "repeat": 0, "tool_calls": [1], "finish_reason": "stop"},
         {"id": "a", "repeat": 0, "tool_calls": [{"name": "a", "arguments": {}}], "finish_reason": "stop"},
         {"id": "a", "repeat": 0, "error": 5},
@@ -334,7 +335,7 @@ def glm(name: str, gap: str = "", **values: str) -> str:
         (glm("get_weather", city="5", days="5", warm="true", limit="null", tags='["a"]'), None,
          [{"city": "5", "days": 5, "warm": True, "limit": None, "tags": ["a"]}]),
         (glm("get_weather", city="", days="five", warm="2", limit="1e999", tags="[NaN]"), None,
-         [{"city": "", "days": "five", "warm": "2", "limit": "1e999", "tags": "[NaN]"}]),
+         [{"city": "", "days": "five", "warm": 2, "limit": "1e999", "tags": "[NaN]"}]),
         (glm("get_weather", city="a\n<b>", limit="2.50", other="7") + glm("get_weather") + "\n", None,
          [{"city": "a\n<b>", "limit": 2.5, "other": "7"}, {}]),
     ],

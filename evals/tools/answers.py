@@ -137,8 +137,8 @@ def _kept(row: Mapping[str, Any]) -> Answer:
             raise ValueError("a call is no object")
         fault = _text(call, "fault") if call.get("fault") is not None else None
         found.append(Call(_text(call, "name"), _text(call, "arguments"), fault))
-    content = _text(row, "content") if row.get("content") is not None else None
-    return Answer(_text(row, "finish_reason"), tuple(found), content)
+    finish, content = (_text(row, name) if row.get(name) is not None else None for name in ("finish_reason", "content"))
+    return Answer(finish, tuple(found), content)
 
 
 def _object(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
