@@ -15,6 +15,7 @@ from .. import __version__
 from ..errors import PhasefoldError, UsageError
 from .artifacts import convert, inspect, plan, recipes, verify
 from .calibration import calibrate, kv
+from .evals import evaluate
 from .load import load
 from .options import fail
 from .serving import check, launch, pair
@@ -32,6 +33,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 for verb in (inspect, recipes, plan, convert, verify, calibrate, kv, check, load, pair, launch):
     app.command()(verb)
+app.command("eval")(evaluate)
 
 
 def main() -> None:

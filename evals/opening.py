@@ -22,7 +22,7 @@ def open_target(
     memory: int | str = "16GB",
     device: str = "cpu",
     way: str = "auto",
-    work: str | None = None,
+    work: str | Path | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Runner, Any]:
     """As `phasefold eval` runs it. memory: bytes, or a size with its unit. Raises UsageError, and as runners do."""

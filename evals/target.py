@@ -41,19 +41,24 @@ def parse_target(text: str) -> Target:
     """UsageError for what is none. A path that exists is a checkpoint's, whatever characters it has."""
     if text.startswith(("http://", "https://")):
         return Target(text, url=text.rstrip("/"))
-    if Path(text).is_dir():
+    if _is_folder(text):
         return Target(text, (Path(text),))
     whole, at, kv = text.rpartition("@") if "@" in text else (text, "", "bf16")
     for place in (index for index, letter in enumerate(whole) if letter == "+"):
-        folders = Path(whole[:place]), Path(whole[place + 1 :])
-        if not all(folder.is_dir() for folder in folders):
+        names = whole[:place], whole[place + 1 :]
+        if not all(map(_is_folder, names)):
             continue
+        folders = Path(names[0]), Path(names[1])
         if kv in LAYOUTS:
             return Target(text, folders, kv)
         if Path(kv).is_file():
             return Target(text, folders, "fp8_e4m3", Path(kv))
         raise UsageError(f"{text}: {kv!r} is neither a KV-scale manifest nor one of {', '.join(LAYOUTS)}")
-    missing = [part for part in whole.split("+") if not Path(part).is_dir()]
+    missing = [part for part in whole.split("+") if not _is_folder(part)]
     if at and "+" not in whole:
         raise UsageError(f"{text}: a KV layout or manifest behind @ is for pairs; {_KINDS}")
-    raise UsageError(f"{text}: no such folder: {missing[0] if missing else whole}; {_KINDS}")
+    raise UsageError(f"{text}: no such folder: {(missing[0] if missing else whole) or 'nothing'}; {_KINDS}")
+
+
+def _is_folder(text: str) -> bool:
+    return bool(text) and Path(text).is_dir()  # Path("") would be the folder that we are in

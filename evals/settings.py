@@ -1,0 +1,63 @@
+"""What an evaluation is asked for, and how it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is asked, and how. Every field but those of the machine (batch, memory, device, way) shapes the numbers.
+
+    text: what KL is measured on instead of the tasks' own texts. tokens: how many of it are compared. margin: what a
+    share may lose, as a fraction. floor: whether the baseline runs twice. requests: a file of tool-call requests.
+    served_model, tokenizer, chat, concurrency, timeout: of servers.
+    """
+
+    tasks: tuple[str, ...] = ()
+    include: tuple[Path, ...] = ()
+    limit: int | None = None
+    num_fewshot: int | None = None
+    chat_template: bool = False
+    system_instruction: str | None = None
+    repeats: int = 1
+    seed: int = 0
+    gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    margin: float | None = None
+    floor: bool = True
+    text: Path | None = None
+    tokens: int = 8192
+    requests: Path | None = None
+    dtype: str = "bfloat16"
+    batch: int = 8
+    memory: int = 16_000_000_000
+    device: str = "cpu"
+    way: str = "auto"
+    work: Path | None = None
+    trust_remote_code: bool = False
+    served_model: str | None = None
+    tokenizer: Path | None = None
+    chat: bool = False
+    concurrency: int = 8
+    timeout: float = 600.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As the record holds it: what shapes the numbers."""
+        return {
+            "tasks": list(self.tasks),
+            "include": [folder.name for folder in self.include],
+            "limit": self.limit,
+            "num_fewshot": self.num_fewshot,
+            "chat_template": self.chat_template,
+            "system_instruction": self.system_instruction,
+            "repeats": self.repeats,
+            "seed": self.seed,
+            "gen_kwargs": dict(self.gen_kwargs),
+            "metadata": dict(self.metadata),
+            "margin": self.margin,
+            "tool_calls": self.requests.name if self.requests else None,
+        }
