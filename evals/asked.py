@@ -35,7 +35,7 @@ def find_tasks(names: Sequence[str], include: Sequence[Path], metadata: Mapping[
     folders = (OURS, *(folder.resolve() for folder in include))
     manager = _manager(folders, False, json.dumps(dict(metadata)))
     specs = [_specs(name, manager) for name in names]
-    if not all(found and all(_plain(spec, manager) for spec in found) for found in specs):
+    if not all(found and all(_known(_config(spec, manager), manager) for spec in found) for found in specs):
         manager = _manager(folders, True, json.dumps(dict(metadata)))
         specs = [_specs(name, manager) for name in names]
     tasks: dict[str, Any] = {}
@@ -81,18 +81,21 @@ def _specs(name: str, manager: Any) -> list[str]:
         return matched
     place = Path(name)
     files = sorted(place.glob("*.yaml")) if place.is_dir() else sorted(map(Path, glob(name)))
-    return [str(file) for file in files if file.suffix == ".yaml" and _names_one(file, place.is_dir())]
+    files = [file for file in files if file.suffix == ".yaml"]
+    wanted = [file for file in files if (config := _read(str(file))).get("task") or config.get("group")]
+    if files and not wanted:
+        raise UsageError(f"{files[0]}: names neither a task nor a group, so it is none")
+    return [str(file) for file in wanted]  # the others of a folder are what these include
 
 
-def _names_one(file: Path, among_others: bool) -> bool:
-    """Whether a YAML file is a task or group; in a folder some are but included by others."""
-    config = _read(str(file))
-    return not among_others or bool(config.get("task") or config.get("group"))
-
-
-def _plain(spec: str, manager: Any) -> bool:
-    """A single task, which needs no other to be known."""
-    return spec in manager.all_subtasks or isinstance(_config(spec, manager).get("task"), str)
+def _known(config: Mapping[str, Any], manager: Any) -> bool:
+    """Whether a task, or all members of a group, are in the index; tags may be on tasks that are not."""
+    members = config.get("task")
+    if isinstance(members, str):
+        return True
+    names = [one if isinstance(one, str) else one.get("group", one.get("task")) for one in members or ()]
+    entries = [manager.task_index.get(name) for name in names]
+    return bool(names) and all(entry is not None and _known(entry.cfg or {}, manager) for entry in entries)
 
 
 def _config(spec: str, manager: Any) -> dict[str, Any]:

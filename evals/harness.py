@@ -14,7 +14,6 @@ import random
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,6 @@ _IDLE = (
 _LONGEST = 300  # characters of a warning
 
 
-@dataclass(frozen=True, slots=True)
-class Noted(Harvest):
-    """notes: what lm-eval warned of, and what was left out, a line each."""
-
-    notes: tuple[str, ...]
-
-
 def run_tasks(
     lm: Any,
     tasks: Sequence[str],
@@ -56,7 +48,7 @@ def run_tasks(
     gen_kwargs: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     advance: Advance = lambda _: None,
-) -> Noted:
+) -> Harvest:
     """Ask a model all questions of some tasks.
 
     lm: lm-eval's, ours or another. tasks: names, groups, tags and patterns of lm-eval and of ours, YAML files, folders
@@ -110,7 +102,7 @@ def run_tasks(
             if hasattr(lm, "passage"):
                 passages += passages_of(name, task, runs[name][0], metrics[0], lm.passage)
         versions = {name: str(task.VERSION) for name, task in asked.tasks.items()}
-        return Noted(scores, asked.groups, tuple(passages), truncated, versions, tuple(dict.fromkeys(notes)))
+        return Harvest(scores, asked.groups, tuple(passages), truncated, versions, tuple(dict.fromkeys(notes)))
 
 
 def _check(name: str, task: Any) -> None:

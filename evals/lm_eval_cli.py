@@ -6,12 +6,13 @@ that is named. Both is done here, and nothing else: `python -m phasefold.evals.l
 
 from __future__ import annotations
 
+from ..errors import PhasefoldError
 from . import model  # registers it
 from .asked import OURS
 
 
 def main() -> None:
-    """As `lm-eval` has it, arguments included."""
+    """As `lm-eval` has it, arguments included. What phasefold refuses is one line, and exit status 1."""
     from lm_eval._cli import HarnessCLI
     from lm_eval.config.evaluate_config import EvaluatorConfig
     from lm_eval.utils import setup_logging
@@ -25,7 +26,10 @@ def main() -> None:
             given = EvaluatorConfig.load_yaml_config(arguments.config).get("include_path")
         others = given if isinstance(given, list) else [given] if given else []
         arguments.include_path = [str(OURS), *others]
-    cli.execute(arguments)
+    try:
+        cli.execute(arguments)
+    except PhasefoldError as error:
+        raise SystemExit(f"phasefold: {error}") from None
 
 
 __all__ = ["main", "model"]
