@@ -330,16 +330,18 @@ def test_what_phasefold_refuses_is_one_line_there_too(folder: Path, monkeypatch:
     def execute(self: HarnessCLI, arguments: Any) -> None:
         PhasefoldLM.create_from_arg_obj(arguments.model_args)
 
+    monkeypatch.setattr("lm_eval.utils.setup_logging", lambda: None)
     monkeypatch.setattr(HarnessCLI, "execute", execute)
     monkeypatch.setattr(
         sys, "argv", ["lm-eval", "run", "--model", "phasefold", "--model_args", f"target={GLM4},way=no"]
     )
-    with pytest.raises(SystemExit, match="^phasefold: way 'no': a checkpoint is run by "):
+    with pytest.raises(SystemExit, match=r"^phasefold: way 'no': a checkpoint is run by "):
         main()
 
 
 def test_the_command_line_has_our_tasks_and_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
+    monkeypatch.setattr("lm_eval.utils.setup_logging", lambda: None)
     monkeypatch.setattr(HarnessCLI, "execute", lambda self, arguments: seen.append(arguments))
     config = tmp_path / "config.yaml"
     config.write_text(f"include_path: {tmp_path}\n")
