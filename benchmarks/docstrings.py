@@ -7,15 +7,15 @@ installed), or in any file of the other half, is left out of evaluation: people 
 from a file of its own, so that blocks are as independent as files are, and intervals over blocks are honest.
 """
 
-import ast
 import hashlib
 import sysconfig
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from tokenizers import Tokenizer
+
+from phasefold.evals.tasks.docstrings import File, docstrings_of
 
 SITE = Path(sysconfig.get_path("purelib"))
 #: read, where installed: what phasefold's test environment brings along
@@ -26,23 +26,6 @@ PACKAGES = (
 TRAINED = ("numpy", "scipy", "sympy", "networkx", "torch")  # and the standard library
 LINE = 40  # characters from which an equal line counts as copied
 BLOCK = 256  # tokens, the context that they were trained with
-
-
-class File(NamedTuple):
-    """One source file: its path under site-packages, and its docstrings in order."""
-
-    path: str
-    docstrings: tuple[str, ...]
-
-
-def docstrings_of(path: Path) -> tuple[str, ...]:
-    """All docstrings of a source file; none where it is not Python of this version."""
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):
-        return ()
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    return tuple(text for node in ast.walk(tree) if isinstance(node, kinds) and (text := ast.get_docstring(node)))
 
 
 def standard_library() -> str:

@@ -114,6 +114,7 @@ def test_the_wheel_holds_what_it_must(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     python = {f"phasefold/{path.relative_to(ROOT).as_posix()}" for path in modules()}
     schemas = {f"phasefold/formats/{path.name}" for path in (ROOT / "formats").glob("*.schema.json")}
+    tasks = {f"phasefold/evals/tasks/{path.name}" for path in (ROOT / "evals" / "tasks").glob("*.yaml")}
     recipes = {f"phasefold/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
     kernels = {
         f"phasefold/quantize/kernels/{p.name}"
@@ -125,6 +126,7 @@ def test_the_wheel_holds_what_it_must(tmp_path: Path) -> None:
         | recipes
         | kernels
         | schemas
+        | tasks
         | {"phasefold/py.typed", "phasefold/cli/__init__.py", "phasefold/__main__.py"}
         <= names
     )
