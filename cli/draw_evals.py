@@ -38,6 +38,21 @@ def record(found: Mapping[str, Any]) -> None:
         say(f"required {one['text']}: {'held' if one['held'] else 'MISSED'}: {one['reason']}")
 
 
+def overview(records: Sequence[Mapping[str, Any]]) -> None:
+    """Several targets against one baseline, side by side."""
+    from ..evals import side_by_side
+    from ..evals.outcome import wrapped
+
+    scores = [
+        [row[0], "\n".join(wrapped(clean(row[1]), 20)), *row[2:-1], _SHORT.get(row[-1], row[-1])]
+        for row in side_by_side.tasks(records)
+    ]
+    if scores:
+        _table(list(side_by_side.TASKS), scores, "".join(side_by_side.TASKS.values()))
+        print()
+    _table(list(side_by_side.TEXT), side_by_side.text(records), "".join(side_by_side.TEXT.values()))
+
+
 def _paired(shown: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     from ..evals.outcome import change, interval, p_value, standing, value, visible
 
@@ -139,15 +154,16 @@ def _table(header: Sequence[str], body: Sequence[Sequence[str]], align: str) -> 
 
     from ..evals.outcome import wrapped
 
-    widths = [max(len(row[number]) for row in (header, *body)) for number in range(len(header))]
-    first = max(16, _WIDTH - sum(widths[1:]) - len(widths) + 1)
+    lines = [[cell.split("\n") for cell in row] for row in (header, *body)]
+    widths = [max(len(line) for row in lines for line in row[number]) for number in range(len(header))]
+    first = max(12, _WIDTH - sum(widths[1:]) - len(widths) + 1)
     drawn = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name, side in zip(header, align[: len(header)], strict=True):
         drawn.add_column(name, justify="right" if side == "r" else "left", no_wrap=True)
     for name, *cells in body:
         indent, words = name[: len(name) - len(name.lstrip())], clean(name)
         head = f"\n{indent}  ".join(wrapped(words, max(8, first - len(indent) - 2 * (len(words) > first))))
-        drawn.add_row(indent + head, *map(clean, cells))
+        drawn.add_row(indent + head, *("\n".join(map(clean, cell.split("\n"))) for cell in cells))
     Console(highlight=False, markup=False, width=200).print(drawn, soft_wrap=True)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from . import side_by_side
 from .outcome import (
     PROXIES,
     Record,
@@ -52,6 +53,16 @@ def markdown(record: Record, *, plot: str | None) -> str:
     parts += ["## What was compared\n\n" + _compared(record), "## How to read this\n\n" + _reading(record)]
     parts.append("## How to repeat it\n\n" + _command(record))
     return "\n\n".join(parts) + "\n"
+
+
+def overview(records: Sequence[Record]) -> str:
+    """The tables of several targets against one baseline, to stand before the page of each."""
+    scores, text = side_by_side.tasks(records), side_by_side.text(records)
+    parts = []
+    for columns, body in ((side_by_side.TASKS, scores), (side_by_side.TEXT, text)):
+        if body:
+            parts.append(_table(list(columns), "".join(columns.values()), [[escape(x) for x in row] for row in body]))
+    return "# Side by side\n\n" + "\n\n".join(parts) + "\n"
 
 
 def model_card_table(record: Record) -> str:
