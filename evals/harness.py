@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import EvalError, LoadError, PhasefoldError, UsageError
-from .asked import check_safe, find_tasks
+from .asked import Asked, check_safe, find_tasks
 from .harvest import passages_of, task_scores
 from .runner import Advance
 from .scores import Harvest
@@ -56,18 +56,10 @@ def run_tasks(
     they must sample then; the others, of which every run is the same, are run once.
     Raises UsageError for what makes no sense, EvalError naming the task where one, or its data, cannot be used.
     """
-    try:
-        from lm_eval.evaluator import evaluate
-    except ImportError as error:
-        raise LoadError(f"lm-eval cannot be imported ({error}): pip install 'phasefold[evals]'") from None
+    evaluate = _evaluate()
     with _quietly(advance) as (told, notes), _naming(", ".join(tasks)):
-        _seed()
         asked = find_tasks(tasks, include, metadata or {})
-        for name, task in asked.tasks.items():
-            _check(name, task)
-            notes.extend(_override(name, task, num_fewshot, gen_kwargs or {}))
-            if repeats > 1 and task.OUTPUT_TYPE == "generate_until":
-                _check_samples(name, task)
+        notes += _override(asked, num_fewshot, gen_kwargs or {}, repeats)
         runs: dict[str, list[Any]] = {name: [] for name in asked.tasks}
         truncated: dict[str, int] = {}
         for number in range(repeats):
@@ -105,28 +97,58 @@ def run_tasks(
         return Harvest(scores, asked.groups, tuple(passages), truncated, versions, tuple(dict.fromkeys(notes)))
 
 
-def _check(name: str, task: Any) -> None:
-    """Refuse what would do more, or need more, than a language model that answers."""
-    check_safe(name, getattr(task, "UNSAFE_CODE", False))
-    if getattr(task, "MULTIMODAL", False):
-        raise UsageError(f"task {name}: asks about images or sound, and phasefold evaluates text")
+def check_tasks(
+    tasks: Sequence[str],
+    *,
+    include: Sequence[Path] = (),
+    num_fewshot: int | None = None,
+    repeats: int = 1,
+    gen_kwargs: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> Asked:
+    """What `run_tasks` would run. Raises what it would raise before it asks a model, and prints as little."""
+    _evaluate()
+    with _quietly(lambda _: None), _naming(", ".join(tasks)):
+        asked = find_tasks(tasks, include, metadata or {})
+        _override(asked, num_fewshot, gen_kwargs or {}, repeats)
+        return asked
 
 
-def _override(name: str, task: Any, num_fewshot: int | None, gen_kwargs: Mapping[str, Any]) -> list[str]:
-    """What lm-eval's simple_evaluate does to tasks before it runs them -> what is to be said of it."""
-    if gen_kwargs and task.OUTPUT_TYPE == "generate_until":
-        task.set_config(key="generation_kwargs", value=dict(gen_kwargs), update=True)
-    own = task.get_config("num_fewshot")
-    if num_fewshot is None or own == 0:
-        if own is None:
+def _evaluate() -> Any:
+    """lm-eval's, with its seeds: tasks may shuffle their documents by the global generators as they are loaded."""
+    try:
+        from lm_eval.evaluator import evaluate
+    except ImportError as error:
+        raise LoadError(f"lm-eval cannot be imported ({error}): pip install 'phasefold[evals]'") from None
+    _seed()
+    return evaluate
+
+
+def _override(asked: Asked, num_fewshot: int | None, gen_kwargs: Mapping[str, Any], repeats: int) -> list[str]:
+    """What lm-eval's simple_evaluate does to tasks before it runs them -> what is to be said of it.
+
+    UsageError for a task that does more, or needs more, than a language model that answers.
+    """
+    notes = []
+    for name, task in asked.tasks.items():
+        check_safe(name, getattr(task, "UNSAFE_CODE", False))
+        if getattr(task, "MULTIMODAL", False):
+            raise UsageError(f"task {name}: asks about images or sound, and phasefold evaluates text")
+        generates = task.OUTPUT_TYPE == "generate_until"
+        if gen_kwargs and generates:
+            task.set_config(key="generation_kwargs", value=dict(gen_kwargs), update=True)
+        if repeats > 1 and generates:
+            _check_samples(name, task)
+        own = task.get_config("num_fewshot")
+        if num_fewshot is not None and own != 0:
+            task.set_config(key="num_fewshot", value=num_fewshot)
+            if own not in (None, num_fewshot):
+                notes.append(f"task {name}: {num_fewshot} few-shot examples instead of its own {own}")
+        elif own is None:
             task.set_config(key="num_fewshot", value=0)
-        return [f"task {name}: has no few-shot examples, whatever is asked for"] if num_fewshot else []
-    task.set_config(key="num_fewshot", value=num_fewshot)
-    return (
-        [f"task {name}: {num_fewshot} few-shot examples instead of its own {own}"]
-        if own not in (None, num_fewshot)
-        else []
-    )
+        elif num_fewshot:
+            notes.append(f"task {name}: has no few-shot examples, whatever is asked for")
+    return notes
 
 
 def _check_samples(name: str, task: Any) -> None:
@@ -149,7 +171,7 @@ def _defaults() -> tuple[int, int]:
 
 
 def _seed() -> None:
-    """As lm-eval does: tasks may shuffle their documents by the global generators."""
+    """Python's and numpy's global generators, as lm-eval does."""
     random.seed(_defaults()[0])
     np.random.seed(_defaults()[1])
 

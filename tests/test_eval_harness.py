@@ -22,7 +22,7 @@ from plain import Plain
 from phasefold.calib.text import load_tokenizer
 from phasefold.errors import EvalError, UsageError
 from phasefold.evals.asked import OURS
-from phasefold.evals.harness import run_tasks
+from phasefold.evals.harness import check_tasks, run_tasks
 from phasefold.evals.harvest import clusters_of, questions_of
 from phasefold.evals.lm_eval_cli import main
 from phasefold.evals.model import PhasefoldLM
@@ -189,7 +189,8 @@ def test_repeats_sample_and_the_rest_runs_once(lm: PhasefoldLM, folder: Path, mo
     assert once.tasks["toy_answer"][0].prompts == found.tasks["toy_answer"][0].prompts
     for gen_kwargs in ({}, {"temperature": 0.7, "do_sample": False}, {"do_sample": True}):
         with pytest.raises(UsageError, match="task toy_answer: its answers are greedy"):
-            run_tasks(lm, ["toy_answer"], gen_kwargs=gen_kwargs, **asked)
+            check_tasks(["toy_answer"], gen_kwargs=gen_kwargs, include=[folder], repeats=3)
+    assert list(check_tasks(["toy_both"], include=[folder], repeats=3).tasks) == ["toy_choice", "toy_cloze"]
 
 
 def test_few_shot_examples(lm: PhasefoldLM, folder: Path) -> None:
@@ -260,6 +261,8 @@ def test_what_is_wrong_is_one_line(
     (folder / "toy_base.yaml").write_text("output_type: loglikelihood\n")
     name = str(folder / task) if task.endswith("yaml") else task
     with pytest.raises(error, match=why) as caught:
+        if task not in ("toy_fails", "toy_pairs"):
+            check_tasks([name], include=[folder])
         run_tasks(lm, [name], include=[folder], limit=2)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
