@@ -161,6 +161,8 @@ def evaluate(
     if as_json:
         print_json(records[0] if len(records) == 1 else records)
     else:
+        if len(records) > 1:
+            draw_evals.overview(records)
         for record in records:
             draw_evals.record(record)
     failed = [(record, one) for record in records for one in record["required"] if not one["held"]]
@@ -218,10 +220,10 @@ def _check(requirements: list[Requirement], names: Sequence[str], settings: Sett
 def _write(records: list[dict[str, Any]], report: str | None, plot: str | None) -> None:
     """A page of all of them, and a plot of each: of several they are numbered, plot-1.png and so on."""
     from ..evals.plot import plot_record
-    from ..evals.report import markdown
+    from ..evals.report import markdown, overview
     from ..quantize.output import atomic_write, writing
 
-    pages = []
+    pages = [overview(records)] if len(records) > 1 else []
     for number, record in enumerate(records, 1):
         shown = Path(plot) if plot else None
         if shown and len(records) > 1:
