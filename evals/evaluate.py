@@ -22,8 +22,7 @@ from ..errors import EvalError, UsageError
 from ..families import identify
 from ..formats.checkpoint import open_checkpoint
 from .answers import end_tokens
-from .asked import find_tasks
-from .harness import run_tasks
+from .harness import check_tasks, run_tasks
 from .identity import identity
 from .model import PhasefoldLM
 from .opening import open_target
@@ -79,11 +78,7 @@ def evaluate(
     _check(targets, baseline, settings)
     settings = replace(settings, metadata=_metadata([*([baseline] if baseline else []), *targets], settings))
     requests = read_requests(settings.requests) if settings.requests else None
-    if settings.tasks:
-        asked = find_tasks(settings.tasks, settings.include, settings.metadata)
-        ready([*asked.tasks, *asked.groups])
-    else:
-        ready([])
+    ready(_names(settings))
     first = again = kept = None
     with contextlib.ExitStack() as held:
         if baseline is not None:
@@ -110,6 +105,17 @@ def evaluate(
                 record["tool_calls"] = judge_tools(requests, ours.tools, first.tools if first else None)
             took = {"started": started.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - begun, 1)}
             yield {"version": VERSION, "tool": __version__} | took | record
+
+
+def _names(settings: Settings) -> list[str]:
+    """Of tasks and groups; whatever is wrong about them is told here."""
+    if not settings.tasks:
+        return []
+    asked = check_tasks(
+        settings.tasks, include=settings.include, num_fewshot=settings.num_fewshot, repeats=settings.repeats,
+        gen_kwargs=settings.gen_kwargs, metadata=settings.metadata,
+    )  # fmt: skip
+    return [*asked.tasks, *asked.groups]
 
 
 def _metadata(every: Sequence[Target], settings: Settings) -> dict[str, Any]:
