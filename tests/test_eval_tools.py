@@ -1,7 +1,9 @@
 """Tool calls: what is asked, what came back, which calls are good, and what the numbers of them are worth."""
 
+import errno
 import json
 import math
+import os
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,7 +71,13 @@ LOST = Answer(None, error="HTTP 500")
 
 def test_a_request_is_known_by_what_it_asks(tmp_path: Path) -> None:
     again = {key: body()[key] for key in reversed(body())}
-    rows = [body(temperature=1.0, max_tokens=5, model="a", stream=True), "", again, body("other"), body(seed=3)]
+    rows = [
+        body(temperature=1.0, max_tokens=5, model="a", stream=True),
+        "",
+        again,
+        body("other"),
+        body(seed=3, tool_choice=None),
+    ]
     found = read_requests(write(tmp_path / "r.jsonl", *rows))
     first = found[0].digest
     assert [one.id for one in found] == [first, f"{first}#2", found[2].digest, f"{first}#3"]
@@ -135,7 +143,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 # --- answers
 
 
-def test_answers_are_kept_whole(tmp_path: Path) -> None:
+def test_answers_are_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     asked = made(tmp_path, 3, same=3)
     odd = Answer("tool_calls", (Call("ü", '{"a": "\u2028'), Call("", "", "no name")), "😀 text\n")
     answers = [[odd, GOOD], [LOST], [NONE, BAD, Answer("length"), Answer(None)]]
@@ -143,6 +154,11 @@ def test_answers_are_kept_whole(tmp_path: Path) -> None:
     assert read_answers(tmp_path / "a.jsonl", asked) == answers
     assert read_answers(tmp_path / "a.jsonl", asked[1:]) == answers[1:]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "requests.jsonl"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(EvalError, match=r"a\.jsonl: cannot be written \(No space"):
+            write_answers(tmp_path / "a.jsonl", asked, answers[::-1])
+    assert read_answers(tmp_path / "a.jsonl", asked) == answers
     with pytest.raises(EvalError, match="cannot be written"):
         write_answers(tmp_path / "no" / "a.jsonl", asked, answers)
     with pytest.raises(TextError, match="answers none of these requests"):
@@ -169,6 +185,7 @@ def test_the_vendor_verifiers_results_are_a_baseline(tmp_path: Path) -> None:
         result("0", 1, {"content": "", "tool_calls": [text]}),
         result("1", 3, {}, **failed),
         result("1", 4, {}, **failed),
+        result("2", 5, said, "stop", status="failed"),
         result("1", 3, {"content": None, "tool_calls": [parsed, {"id": "y"}]}),  # gone on with: the later row stands
         result("9", 7, said, "stop"),
     ]
@@ -177,7 +194,7 @@ def test_the_vendor_verifiers_results_are_a_baseline(tmp_path: Path) -> None:
     assert found[1] == [Answer("stop", (), "hello")]
     assert found[2][0].calls[0] == Call("get_weather", '{"city": "Oslo"}') and found[2][0].calls[1].fault
     assert found[3] == [Answer(None, error="Connection error.")]
-    assert found[4:] == [[], []]
+    assert found[4:] == [[Answer(None, error="status failed")], []]
 
 
 @pytest.mark.parametrize(
@@ -265,11 +282,16 @@ def test_nothing_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(urllib.request, "urlopen", opened)
     known = {"properties": {"a": {"$ref": "http://json-schema.org/draft-07/schema#"}, "$ref": {"type": "string"}}}
     own = {"$id": "http://x.org/a", "$ref": "b", "$defs": {"b": {"$id": "b", "required": ["q"]}}}
+    inner = {"c": {"$id": "c", "required": ["q"]}}
+    own["$defs"]["d"] = {"$id": "http://y.org/z/d", "properties": {"a": {"$ref": "c"}}, "$defs": inner}
+    own["properties"] = {"d": {"$ref": "http://y.org/z/d"}}
     tools = [tool("known", known), tool("own", own), tool("value", {"const": {"$ref": "http://x.org/c"}})]
     (request,) = read_requests(write(tmp_path / "r.jsonl", body(tools=tools)))
     assert not failures(request, calls({"a": {"type": "string"}}, "known"))
     assert failures(request, calls({"a": {"type": "strin"}}, "known"))
     assert failures(request, calls({}, "own")) and not failures(request, calls({"q": 1}, "own"))
+    assert failures(request, calls({"q": 1, "d": {"a": {}}}, "own"))
+    assert not failures(request, calls({"q": 1, "d": {"a": {"q": 1}}}, "own"))
     assert not failures(request, calls({"$ref": "http://x.org/c"}, "value"))
 
 
@@ -479,6 +501,7 @@ def test_the_same_request_many_times_tells_less(tmp_path: Path) -> None:
     assert (apart["clusters"], together["clusters"]) == (200, 40)
     for find in (lambda found: found["f1"], lambda found: found["schema_accuracy"]):
         assert find(together)["error"] == pytest.approx(math.sqrt(5) * find(apart)["error"], rel=0.2)
+    assert together["triggers"]["comparison"]["clusters"] == 40 < apart["triggers"]["comparison"]["clusters"]
     assert together["schema"]["comparison"]["clusters"] < together["schema"]["both_triggered"] / 4
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ...errors import EvalError, TextError
 from ...quantize.output import atomic_write
-from .requests import Request, asked, digest_of, rows, shown
+from .requests import Request, digest_of, rows, shown
 
 TRIGGERED = "tool_calls"
 
@@ -36,7 +36,7 @@ class Answer:
     @property
     def triggered(self) -> bool:
         """The model called tools, by its finish reason, as the vendor verifier counts."""
-        return self.error is None and self.finish == TRIGGERED
+        return self.finish == TRIGGERED
 
 
 def from_response(response: Mapping[str, Any]) -> Answer:
@@ -95,7 +95,7 @@ def read_answers(path: Path, requests: Sequence[Request]) -> list[list[Answer]]:
         where = f"{path}: line {line}"
         try:
             if "response" in row:
-                name = digest_of(asked(_object(row, "request")), where)
+                name = digest_of(_object(row, "request"), where)
                 theirs.setdefault(name, {})[_whole(row.get("data_index", line))] = _verified(row)
             else:
                 ours.setdefault(_text(row, "id"), {})[_whole(row.get("repeat"))] = _kept(row)
