@@ -71,7 +71,8 @@ class Runner(Protocol):
 def score(runner: Runner, requests: Sequence[tuple[Sequence[int], Sequence[int]]], advance: Advance) -> list[Scored]:
     """Contexts and continuations, neither empty, together no longer than the model takes -> one value each.
 
-    What differs in its last token alone is computed once: the distribution of that token is the same.
+    What differs in its last token alone is computed once: the distribution of that token is the same. `advance` hears of
+    texts as the runner has them, and of what was saved at the end.
     """
     together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for number, (context, continuation) in enumerate(requests):
@@ -80,12 +81,12 @@ def score(runner: Runner, requests: Sequence[tuple[Sequence[int], Sequence[int]]
     texts = [[*requests[some[0]][0], *requests[some[0]][1]] for some in members]
     firsts = [len(requests[some[0]][0]) for some in members]
     found: list[Scored | None] = [None] * len(requests)
-    for place, logits in runner.logits(texts, firsts, lambda _: None):
+    for place, logits in runner.logits(texts, firsts, advance):
         logprobs, best = logits.log_softmax(-1), logits.argmax(-1)
         for number in members[place]:
             tokens = torch.tensor(requests[number][1])
             each = logprobs.gather(1, tokens[:, None])
             found[number] = Scored(float(each.sum()), bool((best == tokens).all()))
-        advance(len(members[place]))
+    advance(len(requests) - len(texts))
     assert None not in found, "a runner left a text out"
     return [one for one in found if one is not None]
