@@ -45,7 +45,7 @@ class Served:
     """The runner of a pair; both models in memory, decoded. Both pools keep the same rows.
 
     kv: their layout. scales: a KV-scale manifest for fp8_e4m3 rows; without one, those that the artifacts hold, else
-    1.0. batch: how many texts or prompts decode at once.
+    1.0. batch: how many texts or prompts decode at once; more than 16 gained nothing on the examples.
 
     Raises LoadError where the two do not belong together or nothing serves them so, before weights are read; and
     whatever `load_model` raises.
@@ -58,7 +58,7 @@ class Served:
         *,
         kv: str = "bf16",
         scales: Path | None = None,
-        batch: int = 8,
+        batch: int = 16,
         device: str = "cpu",
         page_size: int = 64,
         dtype: torch.dtype = torch.bfloat16,
