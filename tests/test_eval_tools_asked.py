@@ -45,6 +45,7 @@ class Behaviour:
         self.paths: set[str] = set()
         self.tried: dict[str, int] = {}
         self.at_once = self.most_at_once = 0
+        self.after = "0.01"  # seconds until it wants to be asked again
         self.lock = threading.Lock()
 
 
@@ -104,7 +105,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
-            self.send_header("Retry-After", "0.01")
+            self.send_header("Retry-After", self.behaviour.after)
             self.end_headers()
             self.wfile.write(data)
         except (BrokenPipeError, ConnectionResetError):  # it did not want to wait
@@ -166,6 +167,18 @@ def test_what_is_over_in_a_moment_is_tried_again(tmp_path: Path, serving: tuple[
     found = ask_server(asked(tmp_path, *texts), at(url, timeout=0.4), most_unanswered=0)
     assert [some[0].content for some in found] == [f"{text.split()[0]} at last" for text in texts]
     assert set(seen.tried.values()) == {2}
+
+
+def test_it_waits_as_long_as_it_is_told_and_not_behind_the_last_try(
+    tmp_path: Path, serving: tuple[str, Behaviour]
+) -> None:
+    url, seen = serving
+    for after, pause, tries, text, least in [("0.4", 0.01, 2, "once 429", 0.4), ("0", 0.4, 3, "always 500", 1.2)]:
+        seen.after, began = after, time.monotonic()
+        ask_server(asked(tmp_path, text), Server(url, "m", pause=pause, tries=tries), most_unanswered=1)
+        assert least <= time.monotonic() - began < least + 1.5
+    seen.after = "Mon, 30 Nov 2026 10:00:00 GMT"
+    assert ask_server(asked(tmp_path, "once 503"), at(url))[0][0].content == "once at last"
 
 
 def test_what_is_not_over_is_an_answer_with_an_error(tmp_path: Path, serving: tuple[str, Behaviour]) -> None:
