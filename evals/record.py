@@ -33,7 +33,7 @@ def make_ready(folder: Path) -> None:
     place = folder / FOLDER
     try:
         if not place.is_dir():
-            place.mkdir()
+            place.mkdir(parents=True)
             flush_folder(folder)
     except OSError as error:
         raise EvalError(f"{place}: cannot be made ({error.strerror}); results are kept there: see its rights") from None
