@@ -71,8 +71,8 @@ class Runner(Protocol):
 def score(runner: Runner, requests: Sequence[tuple[Sequence[int], Sequence[int]]], advance: Advance) -> list[Scored]:
     """Contexts and continuations, neither empty, together no longer than the model takes -> one value each.
 
-    What differs in its last token alone is computed once: the distribution of that token is the same. `advance` hears of
-    texts as the runner has them, and of what was saved at the end.
+    What differs in its last token alone is computed once: the distribution of that token is the same. `advance` hears
+    of texts as the runner has them, and of what was saved at the end.
     """
     together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for number, (context, continuation) in enumerate(requests):
