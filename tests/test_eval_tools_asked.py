@@ -368,8 +368,9 @@ def test_what_fits_no_more(tmp_path: Path, tokenizer: Any) -> None:
     lengths = [len(tokenizer.apply_chat_template(list(r.body["messages"]), tools=r.body["tools"], return_dict=False,
                                                  add_generation_prompt=True)) for r in requests]  # fmt: skip
     runner = Scripted(tokenizer, ["x<|im_end|>"] * 4, max_length=lengths[1] + 5)
-    found = ask_runner(requests, runner, tokenizer, "kimi", repeats=2, limit=20, temperature=0.0)
-    assert [limit for limit, *_ in runner.asked] == [20, 5]
+    told: list[int] = []
+    found = ask_runner(requests, runner, tokenizer, "kimi", repeats=2, limit=20, temperature=0.0, advance=told.append)
+    assert [limit for limit, *_ in runner.asked] == [20, 5] and sum(told) == 6
     assert {sampling.temperature for _, sampling, _ in runner.asked} == {0.0}
     assert [some[0].finish for some in found] == ["stop", "stop", None]
     why = f"a prompt of {lengths[2]:,} tokens, the model takes {lengths[1] + 5:,} with the answer"

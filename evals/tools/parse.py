@@ -95,7 +95,7 @@ def _kimi(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
         elif not found["end"]:
             fault = _CUT
         calls.append(Call(named["name"] if named else head, (found["arguments"] or "").strip() or "{}", fault))
-    return outside + (_THOUGHT if section else ""), calls
+    return outside, calls
 
 
 def _glm(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
