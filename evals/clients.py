@@ -169,7 +169,8 @@ class Completions(_Told, LocalCompletionsAPI):  # type: ignore[misc]  # lm-eval 
                 raise EvalError(
                     f"task {task}: a continuation has {len(continuation):,} tokens, too many for {self.url}"
                 )
-            self.truncated[task] += len(context) + len(continuation) > self.max_length
+            if len(context) + len(continuation) > self.max_length:
+                self.truncated[task] += 1
         return list(super()._loglikelihood_tokens(requests, **kwargs))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -179,7 +180,8 @@ class Completions(_Told, LocalCompletionsAPI):  # type: ignore[misc]  # lm-eval 
             room = self.max_length - given.get("max_gen_toks", self._max_gen_toks)
             if room < 1:
                 raise EvalError(f"task {request.task_name}: an answer may be longer than what {self.url} takes in all")
-            self.truncated[request.task_name] += len(self.tok_encode(context)) > room
+            if len(self.tok_encode(context)) > room:
+                self.truncated[request.task_name] += 1
         return super().generate_until(requests, disable_tqdm)
 
     def _probe(self) -> None:

@@ -106,7 +106,7 @@ def test_log_likelihoods_equal_lm_evals_own_model(
     assert {greedy for _, greedy in expected} == {True, False}
     assert sum(told) == 2 * len(pairs) and len(ways.seen) == 2 * len(pairs) + 1
     assert {"return_tokens_as_token_ids" in each["body"] for each in ways.seen} == {owner == "vllm"}
-    assert lm.truncated.total() == 0
+    assert not lm.truncated
     long = asked("loglikelihood_rolling", [(" ".join(context + rest for context, rest in PAIRS),)])
     assert abs(lm.loglikelihood_rolling(long)[0] - reference.loglikelihood_rolling(long)[0]) < 1e-3
 
