@@ -100,17 +100,18 @@ def _proxies(found: Mapping[str, Any], floor: Mapping[str, Any] | None) -> None:
 
 
 def _tool_calls(found: Mapping[str, Any]) -> None:
-    from ..evals.outcome import proxy
+    from ..evals.outcome import TOOL_CALLS, proxy
 
-    both = [found["target"], *([found["baseline"]] if found["baseline"] else [])]
+    many = 2 if found["baseline"] else 1
     body = [
-        [words, *(proxy(one[key], 100.0) if one[key] else "-" for one in both)]
-        for words, key in (("answers with calls, %", "trigger_rate"), ("right by their schemas, %", "schema_accuracy"))
+        [words, *(proxy(found[key], 100.0) if found[key] else "-" for key in keys[:many])] for words, keys in TOOL_CALLS
     ]
     print()
-    _table([f"tool calls, {found['requests']:,} requests", "target", "baseline"][: len(both) + 1], body, "lrr")
-    if found["triggers"] and found["triggers"]["f1"]:
-        print(f"calls when the baseline calls: F1 {proxy(found['triggers']['f1'], 100.0)} %")
+    _table([f"tool calls, {found['requests']:,} requests", "target", "baseline"][: many + 1], body, "lrr"[: many + 1])
+    if found["f1"]:
+        print(f"calls when the baseline calls: F1 {proxy(found['f1'], 100.0)} %")
+    if found["floor"]:
+        print(f"the baseline against itself: F1 {proxy(found['floor'], 100.0)} %")
 
 
 def history(rows: Sequence[Mapping[str, Any]]) -> None:

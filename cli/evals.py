@@ -103,6 +103,9 @@ def evaluate(
     chat: Annotated[bool, typer.Option("--chat", help="Ask a server's chat endpoint (generation only).")] = False,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests to a server at a time.")] = 8,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that a server has for a request.")] = 600.0,
+    key_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Holds a server's API key; else OPENAI_API_KEY does.")
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the tokenizer that the checkpoint brings as code.")
     ] = False,
@@ -150,6 +153,7 @@ def evaluate(
         dtype=str(dtype), batch=batch, memory=size_of(memory), device=usable_device(device), way=str(way),
         work=Path(work) if work else None, trust_remote_code=trust_remote_code, served_model=served_model,
         tokenizer=Path(tokenizer) if tokenizer else None, chat=chat, concurrency=concurrency, timeout=timeout,
+        key_file=Path(key_file) if key_file else None,
     )  # fmt: skip
     for folder in folders:
         make_ready(folder)

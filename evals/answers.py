@@ -31,7 +31,14 @@ def way_of(gen_kwargs: Mapping[str, Any], task: str, seed: int) -> Way:
     """
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
-    asked = dict(normalize_gen_kwargs(dict(gen_kwargs), MAX_GEN_TOKS))
+    try:
+        asked = dict(normalize_gen_kwargs(dict(gen_kwargs), MAX_GEN_TOKS))
+        numbers = [asked.get(name) for name in ("max_gen_toks", "temperature", "top_p", "top_k", "seed")]
+        if any(isinstance(value, str) for value in numbers if value is not None):
+            raise ValueError(f"{numbers} are not all numbers")
+    except (TypeError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UsageError(f"task {task}: gen_kwargs {dict(gen_kwargs)} make no sense ({why})") from None
     until = tuple(stop for stop in handle_stop_sequences(asked.pop("until"), None) if stop)
     limit, sample = int(asked.pop("max_gen_toks")), asked.pop("do_sample")
     temperature, top_p, top_k, own = (asked.pop(name, None) for name in ("temperature", "top_p", "top_k", "seed"))

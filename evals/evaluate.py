@@ -7,7 +7,6 @@ differs then is noise, and stands beside what the target makes different.
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,19 +16,19 @@ from importlib.metadata import version
 from typing import Any
 
 from .. import __version__
-from ..calib.text import read_text
+from ..calib.text import load_tokenizer, read_text
 from ..errors import EvalError, UsageError
 from ..families import identify
 from ..formats.checkpoint import open_checkpoint
 from .answers import end_tokens
+from .asked import Asked
 from .harness import check_tasks, run_tasks
-from .identity import identity
-from .model import PhasefoldLM
-from .opening import open_target
+from .identity import check_unchanged, identity, kinship
 from .results import task_results
 from .same_text import Kept, Texts, from_passages, from_text
 from .scores import Harvest
 from .settings import Settings
+from .sides import Side, check_sides, opened
 from .target import Target
 from .tools.answers import Answer
 from .tools.judge import judge as judge_tools
@@ -44,17 +43,6 @@ BLOCK = 512
 Progress = Callable[[str, int], None]
 #: given the names of tasks and groups, before any model is opened
 Ready = Callable[[Sequence[str]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """A model that is ready: lm-eval's side of it, and ours, which is None of a server."""
-
-    target: Target
-    lm: Any
-    runner: Any
-    tokenizer: Any
-    about: Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -76,46 +64,53 @@ def evaluate(
     known before a model is opened is known then.
     """
     _check(targets, baseline, settings)
-    settings = replace(settings, metadata=_metadata([*([baseline] if baseline else []), *targets], settings))
+    every = [*([baseline] if baseline else []), *targets]
+    settings = replace(settings, metadata=_metadata(every, settings))
     requests = read_requests(settings.requests) if settings.requests else None
-    ready(_names(settings))
+    asked = _asked(settings)
+    ready([*asked.tasks, *asked.groups])
+    generating = [name for name, task in asked.tasks.items() if task.OUTPUT_TYPE == "generate_until"]
+    check_sides(every, settings, generating or ["tool calls"] * (requests is not None))
+    who = {one.text: identity(one) for one in every}
+    own = _own_text(every, settings)
     first = again = kept = None
     with contextlib.ExitStack() as held:
         if baseline is not None:
-            with _opened(baseline, settings, settings.batch) as side:
-                first = _ask(side, settings, requests, settings.seed, "baseline", progress)
-                if texts := _texts(side, first, targets, settings):
+            with opened(baseline, settings, settings.batch) as side:
+                first = _ask(side, settings, requests, 0, "baseline", progress)
+                if texts := own or _texts(side, first, targets, settings):
                     told = _counter(progress, "baseline: the text")
                     kept = Kept(side.runner, texts, settings.memory // 4, settings.work, told)
                     held.callback(kept.close)
             if settings.floor:
                 # other batches, other seeds: whatever the numbers are made of besides the weights
-                with _opened(baseline, settings, settings.batch // 2 or 2) as side:
-                    seed = settings.seed + settings.repeats
-                    again = _ask(side, settings, requests, seed, "baseline again", progress)
+                with opened(baseline, settings, settings.batch // 2 or 2) as side:
+                    again = _ask(side, settings, requests, 1, "baseline again", progress)
                     _compare(side, kept, again, "baseline again: the text", progress)
         for target in targets:
             begun, started = time.monotonic(), datetime.now(UTC)
-            with _opened(target, settings, settings.batch) as side:
-                ours = _ask(side, settings, requests, settings.seed, target.text, progress)
+            with opened(target, settings, settings.batch) as side:
+                ours = _ask(side, settings, requests, 2, target.text, progress)
                 _compare(side, kept, ours, f"{target.text}: the text", progress)
-            record = _record(target, baseline, settings, ours, first, again)
+            for one in (*([baseline] if baseline else []), target):
+                check_unchanged(one, who[one.text])
+            names = who[target.text], who[baseline.text] if baseline else None
+            record = _record(target, names, settings, ours, first, again)
             record["settings"]["text"] = kept.texts.to_json() if kept else None
             if requests is not None:
-                record["tool_calls"] = judge_tools(requests, ours.tools, first.tools if first else None)
+                record["tool_calls"] = _tool_calls(requests, ours, first, again)
             took = {"started": started.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - begun, 1)}
             yield {"version": VERSION, "tool": __version__} | took | record
 
 
-def _names(settings: Settings) -> list[str]:
-    """Of tasks and groups; whatever is wrong about them is told here."""
+def _asked(settings: Settings) -> Asked:
+    """The tasks; whatever is wrong about them is told here."""
     if not settings.tasks:
-        return []
-    asked = check_tasks(
+        return Asked({}, {})
+    return check_tasks(
         settings.tasks, include=settings.include, num_fewshot=settings.num_fewshot, repeats=settings.repeats,
         gen_kwargs=settings.gen_kwargs, metadata=settings.metadata,
     )  # fmt: skip
-    return [*asked.tasks, *asked.groups]
 
 
 def _metadata(every: Sequence[Target], settings: Settings) -> dict[str, Any]:
@@ -134,34 +129,19 @@ def _check(targets: Sequence[Target], baseline: Target | None, settings: Setting
         raise UsageError(f"--text {settings.text}: compares two models' distributions of its tokens; {why}")
 
 
-@contextlib.contextmanager
-def _opened(target: Target, settings: Settings, batch: int) -> Iterator[_Side]:
-    if target.url is not None:
-        from .server import server_identity, server_lm
+def _ask(side: Side, settings: Settings, requests: Any, run: int, who: str, progress: Progress) -> _Answers:
+    """Put everything but the text to one model. run: 0 for the baseline, 1 for it again, 2 for a target.
 
-        about = server_identity(target.url, settings.served_model)
-        lm = server_lm(
-            target.url, model=settings.served_model, tokenizer=settings.tokenizer, chat=settings.chat,
-            concurrency=settings.concurrency, timeout=settings.timeout, seed=settings.seed,
-        )  # fmt: skip
-        yield _Side(target, lm, None, None, about)
-        return
-    runner, tokenizer = open_target(
-        target.text, dtype=settings.dtype, batch_size=batch, memory=settings.memory, device=settings.device,
-        way=settings.way, work=settings.work, trust_remote_code=settings.trust_remote_code,
-    )  # fmt: skip
-    try:
-        yield _Side(target, PhasefoldLM(runner=runner, tokenizer=tokenizer), runner, tokenizer, runner.about)
-    finally:
-        runner.close()
-
-
-def _ask(side: _Side, settings: Settings, requests: Any, seed: int, who: str, progress: Progress) -> _Answers:
-    """Put everything but the text to one model."""
+    Sampled answers of tasks have the baseline's seeds in a target's run, so that their difference is less by chance,
+    and others when the baseline runs again. Calls of tools are compared one by one, and whether they agree must not
+    come from random numbers in common: there each run has its own.
+    """
     found = _Answers(side.about)
     if requests is not None:
+        seed = settings.seed + run * settings.repeats
         found.tools = _ask_tools(side, settings, requests, seed, _counter(progress, f"{who}: tool calls"))
     if settings.tasks:
+        seed = settings.seed + (run % 2) * settings.repeats
         found.harvest = run_tasks(
             side.lm, settings.tasks, include=settings.include, limit=settings.limit,
             num_fewshot=settings.num_fewshot, chat_template=settings.chat_template,
@@ -171,13 +151,25 @@ def _ask(side: _Side, settings: Settings, requests: Any, seed: int, who: str, pr
     return found
 
 
+def _tool_calls(
+    requests: Sequence[Request], ours: _Answers, first: _Answers | None, again: _Answers | None
+) -> dict[str, Any]:
+    """The target's, and the baseline's own agreement with itself, from its second run where there was one."""
+    found = judge_tools(requests, ours.tools, first.tools if first else None)
+    if first is not None and again is not None:
+        found["floor"] = judge_tools(requests, again.tools, first.tools)["f1"]
+    return found
+
+
 def _ask_tools(
-    side: _Side, settings: Settings, requests: Sequence[Request], seed: int, advance: Callable[[int], None]
+    side: Side, settings: Settings, requests: Sequence[Request], seed: int, advance: Callable[[int], None]
 ) -> list[list[Answer]]:
     if side.runner is None:
         assert side.target.url is not None
         own = {name: settings.gen_kwargs[name] for name in ("temperature", "top_p") if name in settings.gen_kwargs}
-        key = os.environ.get("OPENAI_API_KEY")  # as lm-eval's client has it
+        from .server import api_key
+
+        key = api_key(settings.key_file)
         server = Server(side.target.url, str(side.about["model"]), key, settings.timeout, extra=own)
         return ask_server(
             requests, server, repeats=settings.repeats, seed=seed, concurrency=settings.concurrency, advance=advance
@@ -194,26 +186,33 @@ def _counter(progress: Progress, stage: str) -> Callable[[int], None]:
     return lambda done: progress(stage, done)
 
 
-def _texts(side: _Side, first: _Answers, targets: Sequence[Target], settings: Settings) -> Texts | None:
-    """What KL is measured on; None where only servers are compared, or where the tasks have no text."""
-    if side.runner is None or all(target.url for target in targets):
-        return None
-    longest = side.runner.max_length
+def _own_text(every: Sequence[Target], settings: Settings) -> Texts | None:
+    """--text, in tokens of the models."""
     if settings.text is None:
-        return from_passages(first.harvest.passages, settings.tokens, longest) if first.harvest else None
-    length = min(BLOCK, longest)
-    text = read_text(settings.text, side.tokenizer, side.runner.vocabulary, length, 2 * settings.tokens)
+        return None
+    folder = every[0].folders[0]
+    config = identify(open_checkpoint(folder).config).text
+    length = min(BLOCK, int(config["max_position_embeddings"]))
+    tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
+    text = read_text(settings.text, tokenizer, int(config["vocab_size"]), length, 2 * settings.tokens)
     return from_text(text, settings.text.name)
 
 
-def _compare(side: _Side, kept: Kept | None, found: _Answers, stage: str, progress: Progress) -> None:
+def _texts(side: Side, first: _Answers, targets: Sequence[Target], settings: Settings) -> Texts | None:
+    """The tasks' own; None where only servers are compared, or where the tasks have no text."""
+    if side.runner is None or first.harvest is None or all(target.url for target in targets):
+        return None
+    return from_passages(first.harvest.passages, settings.tokens, side.runner.max_length)
+
+
+def _compare(side: Side, kept: Kept | None, found: _Answers, stage: str, progress: Progress) -> None:
     if kept is not None and side.runner is not None:
         found.proxies = kept.compare(side.runner, _counter(progress, stage))
 
 
 def _record(
     target: Target,
-    baseline: Target | None,
+    names: tuple[dict[str, Any], dict[str, Any] | None],
     settings: Settings,
     ours: _Answers,
     first: _Answers | None,
@@ -232,14 +231,14 @@ def _record(
         tasks, whole = task_results(harvest, before, floor, settings.margin)
     proxies = ours.proxies.to_json() if ours.proxies else None
     return {
-        "target": identity(target, ours.about),
-        "baseline": identity(baseline, first.about) if baseline and first else None,
+        "target": names[0] | {"runtime": dict(ours.about)},
+        "baseline": names[1] | {"runtime": dict(first.about)} if names[1] and first else None,
         "settings": settings.to_json(),
         "versions": versions(),
         "prompts": {name: metrics[0].prompts for name, metrics in harvest.tasks.items()} if harvest else {},
         "task_versions": dict(harvest.versions) if harvest else {},
         "truncated": dict(harvest.truncated) if harvest else {},
-        "notes": list(harvest.notes) if harvest else [],
+        "notes": [*(kinship(names[0], names[1]) if names[1] else []), *(harvest.notes if harvest else [])],
         "tasks": tasks,
         "all": whole,
         "proxies": proxies,

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import EvalError, LoadError, PhasefoldError, UsageError
+from .answers import way_of
 from .asked import Asked, check_safe, find_tasks
 from .harvest import passages_of, task_scores
 from .runner import Advance
@@ -136,7 +137,9 @@ def _override(asked: Asked, num_fewshot: int | None, gen_kwargs: Mapping[str, An
             raise UsageError(f"task {name}: asks about images or sound, and phasefold evaluates text")
         generates = task.OUTPUT_TYPE == "generate_until"
         if gen_kwargs and generates:
-            task.set_config(key="generation_kwargs", value=dict(gen_kwargs), update=True)
+            task.set_config(key="generation_kwargs", value=_sampling(gen_kwargs), update=True)
+        if generates:
+            way_of(task.get_config("generation_kwargs") or {}, name, 0)
         if repeats > 1 and generates:
             _check_samples(name, task)
         own = task.get_config("num_fewshot")
@@ -151,6 +154,14 @@ def _override(asked: Asked, num_fewshot: int | None, gen_kwargs: Mapping[str, An
     return notes
 
 
+def _sampling(gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Who asks for a temperature wants samples: lm-eval takes 0 where the task itself says do_sample: false."""
+    given = dict(gen_kwargs)
+    if given.get("temperature") and "do_sample" not in given:
+        given["do_sample"] = True
+    return given
+
+
 def _check_samples(name: str, task: Any) -> None:
     """UsageError for answers that would be the same every time."""
     from lm_eval.models.utils import normalize_gen_kwargs
@@ -159,7 +170,7 @@ def _check_samples(name: str, task: Any) -> None:
     if not made["do_sample"] or not made.get("temperature"):
         raise UsageError(
             f"task {name}: its answers are greedy, the same every time, so repeats tell nothing: give "
-            "--gen-kwargs do_sample=true,temperature=0.6 (and the model's own top_p), or no --repeats"
+            "--gen-kwargs temperature=0.6 (and the model's own top_p), or no --repeats"
         )
 
 

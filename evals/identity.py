@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..errors import EvalError
 from ..formats.checkpoint import MANIFEST, open_checkpoint
 from ..formats.manifest import read_manifest
 from ..quantize.origin import origins
@@ -14,8 +15,8 @@ from ..quantize.summary import inspect
 from .target import Target
 
 
-def identity(target: Target, about: Mapping[str, Any]) -> dict[str, Any]:
-    """As the record holds it. about: what the runner, or the server, says of itself. Reads headers, not weights.
+def identity(target: Target) -> dict[str, Any]:
+    """As the record holds it, but for what ran ("runtime"). Reads headers, and samples of the weights.
 
     digest: of headers, config, some weights, manifests and KV scales, of all parts; None for a server, whose weights
     nobody sees.
@@ -30,13 +31,34 @@ def identity(target: Target, about: Mapping[str, Any]) -> dict[str, Any]:
         "parts": parts,
         "kv": target.kv,
         "scales": scales,
-        "runtime": dict(about),
     }
+
+
+def kinship(target: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
+    """What is odd about comparing the two, in sentences: nothing, where the one was made from the other."""
+    mine, theirs = target["parts"], baseline["parts"]
+    if not mine or not theirs:
+        return []
+    kinds = {part["architecture"] for part in (*mine, *theirs)}
+    if len(kinds) > 1:
+        return [f"target and baseline are of other architectures: {', '.join(sorted(kinds))}"]
+    roots = {digest for part in theirs for digest in (part["digest"], *part["origins"])}
+    return [
+        f"{part['name']} was not made from the baseline, nor from what that was made from, as its manifest tells"
+        for part in mine
+        if part["source"] is not None and not roots.intersection((part["digest"], *part["origins"]))
+    ]
+
+
+def check_unchanged(target: Target, before: Mapping[str, Any]) -> None:
+    """EvalError where it is no longer what it was before it ran: nobody knows which of the two was evaluated."""
+    if identity(target) != before:
+        raise EvalError(f"{target.text}: has changed while it was evaluated; evaluate it again")
 
 
 def _part(folder: Path) -> dict[str, Any]:
     checkpoint = open_checkpoint(folder)
-    told = inspect(checkpoint)
+    told, made_from = inspect(checkpoint), origins(checkpoint)
     manifest = folder / MANIFEST
     return {
         "name": folder.resolve().name,
@@ -45,6 +67,7 @@ def _part(folder: Path) -> dict[str, Any]:
         "architecture": told["architecture"],
         "formats": told["formats"],
         "recipe": read_manifest(folder).recipe.get("name") if manifest.exists() else None,
-        "source": next(iter(origins(checkpoint)), None),
+        "source": made_from[0] if made_from else None,
+        "origins": made_from,
         "bytes": told["total_size"],
     }

@@ -21,6 +21,11 @@ PROXIES = (
     ("same most likely token, %", "same_top", 100.0),
     ("perplexity ratio", "ratio", 1.0),
 )
+#: what is told of tool calls: words, keys in the record of the target's share and of the baseline's
+TOOL_CALLS = (
+    ("answers with calls, %", ("trigger_rate", "baseline_trigger_rate")),
+    ("of those, right by their schemas, %", ("schema_accuracy", "baseline_schema_accuracy")),
+)
 
 
 def name_of(ident: Mapping[str, Any]) -> str:

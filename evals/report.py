@@ -13,6 +13,7 @@ from urllib.parse import quote
 from . import side_by_side
 from .outcome import (
     PROXIES,
+    TOOL_CALLS,
     Record,
     Result,
     change,
@@ -201,20 +202,19 @@ def _tools(record: Record) -> str:
         ["answers", *(f"{one['answers']:,}" for one in both)],
         ["without an answer", *(f"{one['unanswered']:,}" for one in both)],
         ["answers with calls", *(f"{one['triggered']:,}" for one in both)],
-        ["answers with calls, %", *(_percent(one["trigger_rate"]) for one in both)],
-        ["calls right by their schemas, %", *(_percent(one["schema_accuracy"]) for one in both)],
+        *([words, *(_percent(told[key]) for key in keys[: len(both)])] for words, keys in TOOL_CALLS),
         ["calls cut off", *(f"{one['calls_unfinished']:,}" for one in both)],
     ]
     kinds = dict.fromkeys(kind for one in both for kind in one["failures"])
     body += [[escape(kind), *(f"{one['failures'].get(kind, {}).get('count', 0):,}" for one in both)] for kind in kinds]
     table = _table(["", "target", "baseline"][: len(both) + 1], "lrr"[: len(both) + 1], body)
     said = [f"{told['requests']:,} requests.", table]
-    if triggers := told.get("triggers"):
+    if triggers := told["triggers"]:
         lost, gained = triggers["false_negatives"], triggers["false_positives"]
         said.append(
-            f"Calls when the baseline calls: F1 {_percent(triggers['f1'])} %, precision "
-            f"{_percent(triggers['precision'])}, recall {_percent(triggers['recall'])}, over {triggers['compared']:,} "
-            f"requests; {lost:,} calls lost, {gained:,} gained."
+            f"Calls when the baseline calls: F1 {_percent(told['f1'])} % (the baseline against itself "
+            f"{_percent(told['floor'])}), precision {_percent(told['precision'])}, recall {_percent(told['recall'])}, "
+            f"over {triggers['compared']:,} requests; {lost:,.4g} calls lost, {gained:,.4g} gained."
         )
     return "## Tool calls\n\n" + "\n\n".join(said)
 

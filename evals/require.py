@@ -220,12 +220,11 @@ def _tool_calls(one: Requirement, record: Mapping[str, Any]) -> _Figure:
     if not told:
         raise UsageError(f"--require {one.text}: this run asked for no tool calls; give --tool-calls FILE")
     if one.name == "tool_calls.f1":
-        part = told.get("triggers") or {}
-        found, count = part.get("f1"), part.get("compared", 0)
+        found, count = told["f1"], (told["triggers"] or {}).get("compared", 0)
         lacks = "is against a baseline's calls, and there are none to compare with"
     else:
-        part = told["target"]
-        found, count, lacks = part.get("schema_accuracy"), part["triggered"], "has no call to be told from"
+        found, count = told["schema_accuracy"], told["target"]["triggered"]
+        lacks = "has no call to be told from"
     if not found or found["mean"] is None:
         raise UsageError(f"--require {one.text}: {lacks}")
     base = f"{count:,} {'requests' if one.name == 'tool_calls.f1' else 'answers with calls'}"

@@ -66,10 +66,7 @@ class Served:
         if batch < 1 or page_size < 1:
             raise UsageError(f"a batch of {batch}, pages of {page_size} tokens: give at least 1 of both")
         check_device(device)
-        folders = prefill, decode
-        found = suitable(folders, kv)
-        warnings = list(found.warnings)
-        self._scales, taken_from = _scales(folders, kv, scales, found.at, warnings)
+        found, warnings, self._scales, taken_from = check_pair((prefill, decode), kv, scales)
         cache = [layer for layer in identify(open_checkpoint(decode).config).cache() if not layer.mtp]
         layout = make_layout(kv, cache, self._scales)
         first = load_model(prefill, dtype=dtype, device=device)
@@ -152,6 +149,23 @@ class Served:
     def close(self) -> None:
         """Let go of both models."""
         self._models = ()
+
+
+class Checked(NamedTuple):
+    """How a pair is served. scales: of its rows; taken_from: "file", "artifact" or None."""
+
+    found: Suitable
+    warnings: list[Finding]
+    scales: Scales | None
+    taken_from: str | None
+
+
+def check_pair(folders: tuple[Path, ...], kv: str, scales: Path | None) -> Checked:
+    """What `Served` refuses before it reads weights."""
+    prefill, decode = folders
+    found = suitable((prefill, decode), kv)
+    warnings = list(found.warnings)
+    return Checked(found, warnings, *_scales((prefill, decode), kv, scales, found.at, warnings))
 
 
 def suitable(folders: Folders, kv: str) -> Suitable:

@@ -42,7 +42,7 @@ def server_lm(
     seconds for an answer. key_file: holds the API key; None: OPENAI_API_KEY, if it is set.
     Raises UsageError for a model that must be named, EvalError for a server that does not answer as it should.
     """
-    key = _key(key_file)
+    key = api_key(key_file)
     card = _card(url, model, key, timeout)
     settings: dict[str, Any] = {
         "model": card["id"], "num_concurrent": concurrency, "max_retries": TRIES, "seed": seed, "timeout": 1,
@@ -64,7 +64,7 @@ def server_identity(
     """What a server says of itself, for the record: runtime ("vllm", ...), model, root (a folder's name only),
     max_length, version; None for what it does not say. Raises as `server_lm`.
     """
-    key = _key(key_file)
+    key = api_key(key_file)
     card = _card(url, model, key, timeout)
     root = card.get("root")
     import requests
@@ -83,7 +83,8 @@ def server_identity(
     }
 
 
-def _key(file: Path | None) -> str | None:
+def api_key(file: Path | None) -> str | None:
+    """What the file holds; without one what OPENAI_API_KEY says, as lm-eval has it. UsageError for no key."""
     if file is None:
         return os.environ.get("OPENAI_API_KEY") or None
     try:

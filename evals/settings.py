@@ -14,7 +14,7 @@ class Settings:
 
     text: what KL is measured on instead of the tasks' own texts. tokens: how many of it are compared. margin: what a
     share may lose, as a fraction. floor: whether the baseline runs twice. requests: a file of tool-call requests.
-    served_model, tokenizer, chat, concurrency, timeout: of servers.
+    served_model, tokenizer, chat, concurrency, timeout, key_file: of servers.
     """
 
     tasks: tuple[str, ...] = ()
@@ -44,6 +44,7 @@ class Settings:
     chat: bool = False
     concurrency: int = 8
     timeout: float = 600.0
+    key_file: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As the record holds it: what shapes the numbers."""

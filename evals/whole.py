@@ -95,12 +95,26 @@ def open_runner(
 
     Raises as the two runners do when they are opened; which it is stands in about["way"].
     """
+    if _in_memory(folder, dtype, batch, memory, way):
+        return Whole(folder, dtype=dtype, batch=batch, device=device)
+    return Layered(folder, dtype=dtype, batch=batch, memory=memory, device=device, work=work)
+
+
+def check_runner(
+    folder: Path, *, dtype: str, batch: int, memory: int, device: str, way: str = "auto", work: Path | None = None
+) -> bool:
+    """Whether it would run in memory. Raises what `open_runner` would raise before it reads weights."""
+    if whole := _in_memory(folder, dtype, batch, memory, way):
+        return whole
+    Layered(folder, dtype=dtype, batch=batch, memory=memory, device=device, work=work).close()
+    return False
+
+
+def _in_memory(folder: Path, dtype: str, batch: int, memory: int, way: str) -> bool:
     if way not in WAYS:
         raise UsageError(f"way {way!r}: a checkpoint is run by {', '.join(WAYS[:-1])} or {WAYS[-1]}")
     width = check_run(dtype, batch).itemsize
-    if way == "memory" or (way == "auto" and _fits(folder, width, batch, memory)):
-        return Whole(folder, dtype=dtype, batch=batch, device=device)
-    return Layered(folder, dtype=dtype, batch=batch, memory=memory, device=device, work=work)
+    return way == "memory" or (way == "auto" and _fits(folder, width, batch, memory))
 
 
 def _fits(folder: Path, width: int, batch: int, memory: int) -> bool:

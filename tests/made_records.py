@@ -11,6 +11,9 @@ from phasefold.evals.proxies import proxies
 from phasefold.evals.require import judge, parse
 from phasefold.evals.results import task_results
 from phasefold.evals.scores import Harvest, TaskScores
+from phasefold.evals.tools.answers import Answer, Call
+from phasefold.evals.tools.judge import judge as judge_tools
+from phasefold.evals.tools.requests import Request
 
 
 def task(
@@ -155,3 +158,26 @@ THREE = {
     "docstring_cloze": (600, 0.46, 0.06, 0.02),
     "needle_recall": (200, 0.83, 0.01, 0.015),
 }
+
+
+def tool_calls(*, baseline: bool = True, calls: float = 0.4, floor: bool = True) -> dict[str, Any]:
+    """What `judge` makes of 200 requests: two models that mostly agree, some calls broken, an answer missing."""
+    rng = np.random.default_rng(9)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    requests = [Request(f"r{n}", f"r{n}", n + 1, {}, {"f": schema}) for n in range(200)]
+    wanted = rng.random(200) < calls
+
+    def answers(flips: float) -> list[list[Answer]]:
+        found = []
+        for want in wanted != (rng.random(200) < flips):
+            arguments = '{"a": "x"}' if rng.random() < 0.1 else '{"a": 1}'
+            call = Answer("tool_calls", (Call("f", arguments),))
+            found.append([call if want else Answer("stop", content="no")])
+        found[3] = [Answer(None, error="timed out")]
+        return found
+
+    before = answers(0.0)
+    found = judge_tools(requests, answers(0.05), before if baseline else None, resamples=200)
+    if baseline and floor:
+        found["floor"] = judge_tools(requests, answers(0.02), before, resamples=200)["f1"]
+    return found

@@ -132,8 +132,8 @@ def test_damaged_records_are_refused_before_a_table_is(tmp_path: Path, three: di
 
 
 def test_where_nothing_can_be_kept_is_said_before_the_work(tmp_path: Path, three: dict[str, Any]) -> None:
-    with pytest.raises(EvalError, match="cannot be made"):
-        make_ready(tmp_path / "gone")
+    make_ready(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder" / FOLDER).is_dir()
     (tmp_path / FOLDER).write_text("a file")
     with pytest.raises(EvalError, match="evals: cannot be made"):
         write_record(tmp_path, three)
@@ -357,17 +357,23 @@ def test_a_question_without_an_interval_is_never_sure() -> None:
 
 
 def test_tool_calls_are_judged_in_points() -> None:
-    interval = {"mean": 0.9, "low": 0.85, "high": 0.94, "error": 0.02}
-    told = {"target": {"triggered": 70, "schema_accuracy": interval}, "triggers": {"compared": 200, "f1": interval}}
+    told = made.tool_calls()
     record = made.record(made.harvest(made.task("t", [1, 0])), tool_calls=told)
-    for name in TOOLS:
-        found = outcome(f"{name}>=86", record)
-        assert found["held"] and not found["sure"] and found["value"] == 90
-        assert outcome(f"{name}>=84", record)["sure"]
-    assert "200 requests" in outcome("tool_calls.f1>=84", record)["reason"]
-    told["triggers"] = None
+    for name, key in zip(TOOLS, ("f1", "schema_accuracy"), strict=True):
+        share = 100 * told[key]["mean"]
+        assert 70 < share < 99
+        found = outcome(f"{name}>={share - 0.01:.4f}", record)
+        assert found["held"] and not found["sure"] and found["value"] == pytest.approx(share)
+        assert outcome(f"{name}>={100 * told[key]['low'] - 0.1:.4f}", record)["sure"]
+        assert not outcome(f"{name}>={share + 0.01:.4f}", record)["held"]
+    assert "199 requests" in outcome("tool_calls.f1>=84", record)["reason"]
+    alone = made.record(made.harvest(made.task("t", [1, 0])), tool_calls=made.tool_calls(baseline=False))
     with pytest.raises(UsageError, match="none to compare with"):
-        outcome("tool_calls.f1>=84", record)
+        outcome("tool_calls.f1>=84", alone)
+    silent = made.record(made.harvest(made.task("t", [1, 0])), tool_calls=made.tool_calls(calls=-1, baseline=False))
+    silent["tool_calls"]["schema_accuracy"] = None  # as where no answer calls a tool
+    with pytest.raises(UsageError, match="has no call to be told from"):
+        outcome("tool_calls.schema_accuracy>=84", silent)
 
 
 # --- the history

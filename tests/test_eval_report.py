@@ -48,31 +48,15 @@ def several(names: list[str], *, margin: float | None = 0.01, seed: int = 5, **m
 @pytest.fixture(scope="module")
 def records() -> dict[str, dict[str, Any]]:
     three = made.runs(made.THREE, 1)
-    tools = {"target": side(0.9), "baseline": side(0.95), "requests": 200, "repeats": 1, "triggers": triggers()}
     return {
-        "three": made.record(*three, required="all>=-0.3,mean_kl<=0.04", tool_calls=tools),
+        "three": made.record(*three, required="all>=-0.3,mean_kl<=0.04", tool_calls=made.tool_calls()),
         "margin": made.record(*three, margin=0.02),
         "one": made.record(*made.runs({"docstring_choice": (600, 0.7, 0.012, 0.014)}, 3), margin=0.01),
         "twelve": several([f"task_number_{number}" for number in range(11)] + [LONG]),
-        "alone": made.record(three[0], tool_calls=tools | {"baseline": None, "triggers": None}),
+        "alone": made.record(three[0], tool_calls=made.tool_calls(baseline=False)),
         "few": made.record(*(made.harvest(made.task("p", [x], metric="ppl")) for x in (3.0, 2.0, 2.0)), kl=None),
         "hostile": several([HOSTILE, "b", "c"], required="b>=0"),
     }
-
-
-def interval(mean: float) -> dict[str, float]:
-    return {"mean": mean, "low": mean - 0.03, "high": mean + 0.02, "error": 0.01}
-
-
-def side(share: float) -> dict[str, Any]:
-    failures = {"schema|broken": {"count": 4, "first": []}}
-    return {"answers": 200, "unanswered": 1, "triggered": 70, "valid": 63, "trigger_rate": interval(0.35),
-            "schema_accuracy": interval(share), "calls_unfinished": 2, "failures": failures}  # fmt: skip
-
-
-def triggers() -> dict[str, Any]:
-    return {"compared": 199, "f1": interval(0.93), "precision": interval(0.94), "recall": interval(0.92),
-            "false_negatives": 5, "false_positives": 4}  # fmt: skip
 
 
 # --- words
@@ -168,7 +152,12 @@ def test_the_page_says_what_the_record_holds(records: dict[str, dict[str, Any]])
     assert "| all&gt;=-0.3 | **MISSED** |" in page and "lm_eval 0.4.13" in page and "seed 0" in page
     assert "On all the baseline differs from itself by more than its interval" in page
     assert f"```sh\n{record['command']}\n```" in page
-    assert "F1 93 (90 to 95) %" in page and "| schema\\|broken | 4 | 4 |" in page
+    told = record["tool_calls"]
+    assert (
+        f"F1 {100 * told['f1']['mean']:.4g} (" in page and f"against itself {100 * told['floor']['mean']:.4g} (" in page
+    )
+    kinds = told["target"]["failures"]["schema"]["count"], told["baseline"]["failures"]["schema"]["count"]
+    assert all(kinds) and f"| schema | {kinds[0]} | {kinds[1]} |" in page
     assert page.count("\n* ") == 3
     noted = markdown(record | {"notes": ["t: few-shot | 5"]}, plot=None)
     assert "\n* t: few-shot \\| 5\n" in noted
@@ -336,7 +325,8 @@ def test_the_table_says_what_the_record_holds(
     ]  # fmt: skip
     draw_evals.record(records["three"] | {"notes": ["t: few-shot"]})
     assert "note: t: few-shot\n" in capsys.readouterr().out
-    assert "required all>=-0.3: MISSED: all is -1.143 points" in said and "F1 93 (90 to 95) %" in said
+    assert "required all>=-0.3: MISSED: all is -1.143 points" in said
+    assert f"F1 {100 * records['three']['tool_calls']['f1']['mean']:.4g} (" in said
 
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 import variants
+from pairs import folded
 
 from phasefold.errors import EvalError, UsageError
-from phasefold.evals.identity import identity
+from phasefold.evals.identity import check_unchanged, identity, kinship
 from phasefold.evals.runner import score
 from phasefold.evals.same_text import Kept, Texts, from_passages
 from phasefold.evals.scores import Passage
@@ -179,14 +181,32 @@ def test_identity_follows_weights_and_pairing(tmp_path: Path) -> None:
     source = variants.EXAMPLES / "tiny-glm4"
     other = tmp_path / "copy"
     shutil.copytree(source, other)
-    found = [identity(parse_target(text), {}) for text in (str(source), str(other), f"{source}+{other}")]
+    found = [identity(parse_target(text)) for text in (str(source), str(other), f"{source}+{other}")]
     assert found[0]["digest"] == found[1]["digest"] != found[2]["digest"] and found[2]["kind"] == "pair"
     assert set(found[0]["parts"][0]["formats"]) == {"bf16", "f32"} and found[0]["parts"][0]["bytes"] > 10_000_000
-    assert identity(parse_target(f"{source}+{other}@fp8_e4m3"), {})["digest"] != found[2]["digest"]
+    assert identity(parse_target(f"{source}+{other}@fp8_e4m3"))["digest"] != found[2]["digest"]
     shard = next(other.glob("*.safetensors"))
     raw = bytearray(shard.read_bytes())
     half = len(raw) // 2
     raw[half:] = bytes(byte ^ 1 for byte in raw[half:])  # the digest sees samples of the weights, and no single bit
     shard.write_bytes(raw)
-    assert identity(parse_target(str(other)), {})["digest"] != found[0]["digest"]
-    assert identity(parse_target("http://x/v1"), {"model": "m"})["digest"] is None
+    assert identity(parse_target(str(other)))["digest"] != found[0]["digest"]
+    check_unchanged(parse_target(str(source)), found[0])
+    with pytest.raises(EvalError, match="has changed while it was evaluated"):
+        check_unchanged(parse_target(str(other)), found[1])
+    assert identity(parse_target("http://x/v1"))["digest"] is None
+
+
+def test_what_was_not_made_from_the_baseline_is_told(tmp_path: Path) -> None:
+    source, other = (parse_target(str(variants.EXAMPLES / name)) for name in ("tiny-glm4", "tiny-kimi"))
+    made = parse_target(str(folded(source.folders[0], "glm-prefill-fp8", tmp_path / "fp8")))
+    again = parse_target(str(folded(made.folders[0], "glm-decode-int4", tmp_path / "int4")))
+    who = {one.text: identity(one) for one in (source, other, made, again)}
+    for target, baseline in ((made, source), (again, source), (again, made), (made, again), (source, made)):
+        assert kinship(who[target.text], who[baseline.text]) == []
+    assert "of other architectures" in kinship(who[made.text], who[other.text])[0]
+    stranger = tmp_path / "stranger"
+    shutil.copytree(source.folders[0], stranger)
+    config = json.loads((stranger / "config.json").read_text())
+    (stranger / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    assert "fp8 was not made from the baseline" in kinship(who[made.text], identity(parse_target(str(stranger))))[0]
