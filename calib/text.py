@@ -91,7 +91,7 @@ def read_text(path: Path, tokenizer: Any, vocabulary: int, length: int, limit: i
             break
     tokens = tokens[:limit]
     if len(tokens) < length:
-        why = "--tokens asks for no more" if limit < length else "give more text, or a shorter --length"
+        why = "--tokens asks for no more" if limit < length else "give more text, or ask for shorter blocks"
         raise TextError(f"{path}: {len(tokens):,} tokens, less than one block of {length:,}: {why}")
     count = len(tokens) // length
     blocks = torch.tensor(tokens[: count * length], dtype=torch.int32).view(count, length)
@@ -229,7 +229,7 @@ def _files(path: Path) -> tuple[list[Path], list[Path]]:
             raise TextError(f"{path}: is no {', '.join(SUFFIXES)} file; others (parquet, arrow) are not read")
         return [path], []
     if not path.is_dir():
-        raise TextError(f"{path}: no such file or folder; give text to calibrate with")
+        raise TextError(f"{path}: no such file or folder; give a file of text, or a folder of such")
     shown = (file for file in path.rglob("*") if "/." not in f"/{file.relative_to(path)}")
     # a link that leads nowhere is among them: it cannot be read, and that is said
     there = [file for file in shown if file.is_file() or (file.is_symlink() and not file.exists())]

@@ -78,7 +78,7 @@ def _paired(shown: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     header = ["task", "n", "base", "target", "diff", "95 %", "flips", "p", "seen", "noise", "verdict"]
     _table(header, body, "lrrrrrrrrrl")
     print("diff in points, shares; flips lost/gained; seen: what so many questions show 80 times in 100;")
-    print("noise: the baseline against itself")
+    print("noise: the baseline against itself; p takes questions for independent, the interval does not")
 
 
 def _alone(shown: Sequence[tuple[str, Mapping[str, Any]]]) -> None:

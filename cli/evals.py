@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,6 +60,9 @@ def evaluate(
     system_instruction: Annotated[str | None, typer.Option(help="System message, with --chat-template.")] = None,
     include: Annotated[
         list[str] | None, typer.Option(metavar="DIR", help="Folder of tasks of your own; may be repeated.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens that a text may have, if less than the model takes.")
     ] = None,
     repeats: Annotated[
         int, typer.Option(min=1, help="Sample each answer so often; scores are averaged by question.")
@@ -131,10 +134,9 @@ def evaluate(
     if history:
         if tasks or baseline or require or report or text or tool_calls:
             raise UsageError("--history shows earlier runs and runs nothing; besides it --out, --plot and --json count")
-        _history(folders, plot, as_json)
+        _history(given, folders, plot, as_json)
         return
-    from ..evals.drawing import check_format
-    from ..evals.record import make_ready
+    from ..evals.drawing import check_drawing
     from ..evals.require import parse
     from ..evals.settings import Settings
 
@@ -147,7 +149,7 @@ def evaluate(
         tasks=tuple(name.strip() for name in tasks.split(",") if name.strip()),
         include=tuple(Path(folder) for folder in include or ()),
         limit=limit, num_fewshot=num_fewshot, chat_template=chat_template, system_instruction=system_instruction,
-        repeats=repeats, seed=seed, gen_kwargs=_pairs(gen_kwargs), metadata=_object(metadata),
+        max_length=max_length, repeats=repeats, seed=seed, gen_kwargs=_pairs(gen_kwargs), metadata=_object(metadata),
         margin=margin / 100 if margin is not None else None, floor=floor,
         text=Path(text) if text else None, tokens=tokens, requests=Path(tool_calls) if tool_calls else None,
         dtype=str(dtype), batch=batch, memory=size_of(memory), device=usable_device(device), way=str(way),
@@ -155,13 +157,13 @@ def evaluate(
         tokenizer=Path(tokenizer) if tokenizer else None, chat=chat, concurrency=concurrency, timeout=timeout,
         key_file=Path(key_file) if key_file else None,
     )  # fmt: skip
-    for folder in folders:
-        make_ready(folder)
     if plot:
-        check_format(Path(plot))
+        check_drawing(Path(plot))
+    for file in (report, plot):
+        if file and not Path(file).resolve().parent.is_dir():
+            raise UsageError(f"{file}: the folder that it is to lie in is not there")
     before = parse_target(baseline) if baseline else None
     records = _run(given, before, settings, requirements, folders, proof=proof, quiet=as_json)
-    _write(records, report, plot)
     if as_json:
         print_json(records[0] if len(records) == 1 else records)
     else:
@@ -173,6 +175,7 @@ def evaluate(
     for record, one in failed:
         sentence = f"{record['target']['text']}: required {one['text']}: {one['reason']}"
         print(draw.clean(f"phasefold: {sentence}"), file=sys.stderr)
+    _write(records, report, plot)
     if failed:
         raise typer.Exit(3)
 
@@ -189,29 +192,37 @@ def _run(
 ) -> list[dict[str, Any]]:
     """Each target's record is judged and kept as soon as it is there: what comes after it may fail."""
     from ..evals.evaluate import evaluate as carry_out
-    from ..evals.record import write_record
+    from ..evals.record import make_ready, write_record
     from ..evals.require import judge
 
     records: list[dict[str, Any]] = []
+    wrong: UsageError | None = None
     command = shlex.join(["phasefold", *sys.argv[1:]])
     with ends_cleanly("interrupted; targets that were done are kept in evals/"):
         with draw_evals.progress(quiet=quiet) as advance:
-            found = carry_out(
-                targets, baseline, settings, advance, lambda names: _check(requirements, names, settings, baseline)
-            )
+
+            def ready(names: Mapping[str, Sequence[str]]) -> None:
+                _check(requirements, names, settings, baseline)
+                for folder in folders:
+                    make_ready(folder)
+
+            found = carry_out(targets, baseline, settings, advance, ready)
             for folder, record in zip(folders, found, strict=True):
                 record["command"] = command
                 try:
                     record["required"] = judge(requirements, record, proof=proof)
-                except UsageError:  # a metric that the task has not: no reason to lose what took hours
-                    write_record(folder, record)
-                    raise
+                except UsageError as error:  # what the run has not: no reason to lose what took hours, or the rest
+                    wrong = wrong or error
                 write_record(folder, record)
                 records.append(record)
+    if wrong:
+        raise wrong
     return records
 
 
-def _check(requirements: list[Requirement], names: Sequence[str], settings: Settings, baseline: Target | None) -> None:
+def _check(
+    requirements: list[Requirement], names: Mapping[str, Sequence[str]], settings: Settings, baseline: Target | None
+) -> None:
     """Names that are required and that the run will not have."""
     from ..evals.require import check_names
 
@@ -227,14 +238,16 @@ def _write(records: list[dict[str, Any]], report: str | None, plot: str | None) 
     from ..evals.report import markdown, overview
     from ..quantize.output import atomic_write, writing
 
-    pages = [overview(records)] if len(records) > 1 else []
+    pages = [overview(records)] if report and len(records) > 1 else []
     for number, record in enumerate(records, 1):
         shown = Path(plot) if plot else None
         if shown and len(records) > 1:
             shown = shown.with_stem(f"{shown.stem}-{number}")
         if shown:
             plot_record(record, shown)
-        pages.append(markdown(record, plot=_beside(shown, Path(report)) if shown and report else None))
+        if report:
+            near, last = _beside(shown, Path(report)) if shown else None, number == len(records)
+            pages.append(markdown(record, plot=near, closing=last))
     if report:
         with writing(Path(report).parent):
             atomic_write(Path(report), "\n".join(pages).encode())
@@ -245,7 +258,7 @@ def _beside(picture: Path, page: Path) -> str:
     return picture.name if picture.resolve().parent == page.resolve().parent else str(picture.resolve())
 
 
-def _history(folders: list[Path], plot: str | None, as_json: bool) -> None:
+def _history(targets: list[Target], folders: list[Path], plot: str | None, as_json: bool) -> None:
     from ..evals.history import history
     from ..evals.plot_history import plot_history
     from ..evals.record import read_records
@@ -253,8 +266,10 @@ def _history(folders: list[Path], plot: str | None, as_json: bool) -> None:
     if plot and len(folders) > 1:
         raise UsageError(f"--plot {plot}: is of one history; give one TARGET")
     told = []
-    for folder in folders:
-        records = [record for _, record in read_records(folder)]
+    for target, folder in zip(targets, folders, strict=True):
+        # a pair's results lie beside those of its decode artifact
+        kind = "server" if target.url else "pair" if target.is_pair else "checkpoint"
+        records = [record for _, record in read_records(folder) if record["target"]["kind"] == kind]
         if plot:
             plot_history(records, Path(plot))
         told.append(history(records))

@@ -46,6 +46,7 @@ def find_tasks(names: Sequence[str], include: Sequence[Path], metadata: Mapping[
             raise UsageError(
                 f"task {name}: no task, group or tag of this name, and no file or folder"
                 + (f"; near to it are {', '.join(near)}" if near else "; see lm-eval ls tasks")
+                + _unreadable(include)
             )
         for spec in found:
             check_safe(spec, _config(spec, manager).get("unsafe_code"))
@@ -56,6 +57,16 @@ def find_tasks(names: Sequence[str], include: Sequence[Path], metadata: Mapping[
     if not tasks:
         raise UsageError("no tasks: give the names of some")
     return Asked(tasks, groups)
+
+
+def _unreadable(folders: Sequence[Path]) -> str:
+    """Files of these folders that lm-eval has passed over without a word."""
+    for file in (file for folder in folders for file in sorted(folder.rglob("*.yaml"))):
+        try:
+            _read(str(file))
+        except UsageError as error:
+            return f"; {error}"
+    return ""
 
 
 def check_safe(name: str, unsafe: Any) -> None:

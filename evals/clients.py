@@ -82,7 +82,9 @@ def refused(url: str, status: int, words: str) -> str:
 
 
 class _Told:
-    """What both clients have. truncated: requests that lost their beginning, by task. advance: told of answers."""
+    """What both clients have. truncated: requests that lost their beginning, by task. empty: answers without any
+    text. advance: told of answers.
+    """
 
     base_url: str
     timeout: float
@@ -91,6 +93,7 @@ class _Told:
         super().__init__(**settings)
         self.url = self.base_url.removesuffix("/completions").removesuffix("/chat")
         self.truncated: Counter[str] = Counter()
+        self.empty = 0
         self.advance: Advance = lambda _: None
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -114,6 +117,7 @@ class _Told:
             if not complete:
                 raise EvalError(f"{self.url}: an answer without text ({json.dumps(out)[:_WORDS]}); see its log")
         made: list[str] = super().parse_generations(outputs, **kwargs)  # type: ignore[misc]
+        self.empty += sum(not text for text in made)  # null, from a reasoning model that was cut, or ""
         self.advance(len(made))
         return made
 

@@ -69,6 +69,14 @@ class Sheet:
             raise EvalError(f"{path}: cannot be written ({error.strerror})") from None
 
 
+def check_drawing(path: Path) -> None:
+    """What drawing would refuse, before there is anything to draw: UsageError for a format, LoadError for the lack of
+    matplotlib.
+    """
+    check_format(path)
+    _matplotlib()
+
+
 def check_format(path: Path) -> None:
     """UsageError where a picture cannot be of this kind."""
     if path.suffix.lower() not in _FORMATS:

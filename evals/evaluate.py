@@ -20,9 +20,8 @@ from ..calib.text import load_tokenizer, read_text
 from ..errors import EvalError, UsageError
 from ..families import identify
 from ..formats.checkpoint import open_checkpoint
-from .answers import end_tokens
 from .asked import Asked
-from .harness import check_tasks, run_tasks
+from .harness import check_tasks, metrics_of, run_tasks
 from .identity import check_unchanged, identity, kinship
 from .results import task_results
 from .same_text import Kept, Texts, from_passages, from_text
@@ -30,19 +29,21 @@ from .scores import Harvest
 from .settings import Settings
 from .sides import Side, check_sides, opened
 from .target import Target
-from .tools.answers import Answer
-from .tools.judge import judge as judge_tools
-from .tools.local import ask_runner
-from .tools.requests import Request, read_requests
-from .tools.server import Server, ask_server
+from .tool_calls import ask_tools, judge_tools
+from .tools.requests import read_requests
 
 VERSION = 1
 #: tokens of a block of --text
 BLOCK = 512
+#: of texts that tasks make, where nobody says how long they are to be
+LENGTH = 4096
 #: told what is going on, and how many requests are done since the last call
 Progress = Callable[[str, int], None]
-#: given the names of tasks and groups, before any model is opened
-Ready = Callable[[Sequence[str]], None]
+#: given the names of tasks and groups with the metrics of each, before any model is opened
+Ready = Callable[[Mapping[str, Sequence[str]]], None]
+
+#: identities of target and baseline
+Names = tuple[dict[str, Any], dict[str, Any] | None]
 
 
 @dataclass(slots=True)
@@ -65,14 +66,15 @@ def evaluate(
     """
     _check(targets, baseline, settings)
     every = [*([baseline] if baseline else []), *targets]
-    settings = replace(settings, metadata=_metadata(every, settings))
-    requests = read_requests(settings.requests) if settings.requests else None
+    settings = replace(settings, told=_told(every, settings))
+    requests = read_requests(settings.requests, settings.limit) if settings.requests else None
     asked = _asked(settings)
-    ready([*asked.tasks, *asked.groups])
+    _check_asked(settings, asked, baseline)
     generating = [name for name, task in asked.tasks.items() if task.OUTPUT_TYPE == "generate_until"]
     check_sides(every, settings, generating or ["tool calls"] * (requests is not None))
     who = {one.text: identity(one) for one in every}
     own = _own_text(every, settings)
+    ready(_metrics(asked))
     first = again = kept = None
     with contextlib.ExitStack() as held:
         if baseline is not None:
@@ -83,8 +85,9 @@ def evaluate(
                     kept = Kept(side.runner, texts, settings.memory // 4, settings.work, told)
                     held.callback(kept.close)
             if settings.floor:
-                # other batches, other seeds: whatever the numbers are made of besides the weights
-                with opened(baseline, settings, settings.batch // 2 or 2) as side:
+                # other batches, other seeds: whatever the numbers are made of besides the weights; smaller ones, for
+                # those that fit are known to
+                with opened(baseline, settings, settings.batch // 2 or 1) as side:
                     again = _ask(side, settings, requests, 1, "baseline again", progress)
                     _compare(side, kept, again, "baseline again: the text", progress)
         for target in targets:
@@ -98,7 +101,9 @@ def evaluate(
             record = _record(target, names, settings, ours, first, again)
             record["settings"]["text"] = kept.texts.to_json() if kept else None
             if requests is not None:
-                record["tool_calls"] = _tool_calls(requests, ours, first, again)
+                record["tool_calls"] = judge_tools(
+                    requests, ours.tools, *(one.tools if one else None for one in (first, again))
+                )
             took = {"started": started.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - begun, 1)}
             yield {"version": VERSION, "tool": __version__} | took | record
 
@@ -109,14 +114,37 @@ def _asked(settings: Settings) -> Asked:
         return Asked({}, {})
     return check_tasks(
         settings.tasks, include=settings.include, num_fewshot=settings.num_fewshot, repeats=settings.repeats,
-        gen_kwargs=settings.gen_kwargs, metadata=settings.metadata,
+        gen_kwargs=settings.gen_kwargs, metadata=settings.told,
     )  # fmt: skip
 
 
-def _metadata(every: Sequence[Target], settings: Settings) -> dict[str, Any]:
+def _check_asked(settings: Settings, asked: Asked, baseline: Target | None) -> None:
+    """UsageError for options that nothing would come of."""
+    answers = settings.requests is not None or any(t.OUTPUT_TYPE == "generate_until" for t in asked.tasks.values())
+    for name, given in (("--repeats", settings.repeats > 1), ("--gen-kwargs", bool(settings.gen_kwargs))):
+        if given and not answers:
+            raise UsageError(f"{name}: without meaning, as none of the tasks takes answers; leave it out")
+    if settings.margin is not None and baseline is None:
+        raise UsageError("--margin: without meaning, as there is no --baseline; leave it out")
+
+
+def _metrics(asked: Asked) -> dict[str, list[str]]:
+    """Of each task, and of each group those of its tasks."""
+    found = {name: metrics_of(task) for name, task in asked.tasks.items()}
+    for group, tasks in asked.groups.items():
+        found.setdefault(group, list(dict.fromkeys(metric for task in tasks for metric in found[task])))
+    return found
+
+
+def _told(every: Sequence[Target], settings: Settings) -> dict[str, Any]:
     """What tasks that generate their questions are told: the same for all models, or the questions would differ."""
     folder = settings.tokenizer or next((target.folders[0] for target in every if target.folders), None)
-    return ({"tokenizer": str(folder)} if folder else {}) | dict(settings.metadata)
+    known: dict[str, Any] = {"max_length": settings.max_length or LENGTH}
+    for target in every:
+        for one in target.folders:
+            most = identify(open_checkpoint(one).config).text["max_position_embeddings"]
+            known["max_length"] = min(known["max_length"], int(most))
+    return ({"tokenizer": str(folder)} if folder else {}) | known | dict(settings.metadata)
 
 
 def _check(targets: Sequence[Target], baseline: Target | None, settings: Settings) -> None:
@@ -139,46 +167,16 @@ def _ask(side: Side, settings: Settings, requests: Any, run: int, who: str, prog
     found = _Answers(side.about)
     if requests is not None:
         seed = settings.seed + run * settings.repeats
-        found.tools = _ask_tools(side, settings, requests, seed, _counter(progress, f"{who}: tool calls"))
+        found.tools = ask_tools(side, settings, requests, seed, _counter(progress, f"{who}: tool calls"))
     if settings.tasks:
         seed = settings.seed + (run % 2) * settings.repeats
         found.harvest = run_tasks(
             side.lm, settings.tasks, include=settings.include, limit=settings.limit,
             num_fewshot=settings.num_fewshot, chat_template=settings.chat_template,
             system_instruction=settings.system_instruction, repeats=settings.repeats, seed=seed,
-            gen_kwargs=settings.gen_kwargs, metadata=settings.metadata, advance=_counter(progress, f"{who}: tasks"),
+            gen_kwargs=settings.gen_kwargs, metadata=settings.told, advance=_counter(progress, f"{who}: tasks"),
         )  # fmt: skip
     return found
-
-
-def _tool_calls(
-    requests: Sequence[Request], ours: _Answers, first: _Answers | None, again: _Answers | None
-) -> dict[str, Any]:
-    """The target's, and the baseline's own agreement with itself, from its second run where there was one."""
-    found = judge_tools(requests, ours.tools, first.tools if first else None)
-    if first is not None and again is not None:
-        found["floor"] = judge_tools(requests, again.tools, first.tools)["f1"]
-    return found
-
-
-def _ask_tools(
-    side: Side, settings: Settings, requests: Sequence[Request], seed: int, advance: Callable[[int], None]
-) -> list[list[Answer]]:
-    if side.runner is None:
-        assert side.target.url is not None
-        own = {name: settings.gen_kwargs[name] for name in ("temperature", "top_p") if name in settings.gen_kwargs}
-        from .server import api_key
-
-        key = api_key(settings.key_file)
-        server = Server(side.target.url, str(side.about["model"]), key, settings.timeout, extra=own)
-        return ask_server(
-            requests, server, repeats=settings.repeats, seed=seed, concurrency=settings.concurrency, advance=advance
-        )
-    family = identify(open_checkpoint(side.target.folders[0]).config).family
-    return ask_runner(
-        requests, side.runner, side.tokenizer, family, repeats=settings.repeats, seed=seed,
-        temperature=settings.gen_kwargs.get("temperature"), stops=end_tokens(side.tokenizer), advance=advance,
-    )  # fmt: skip
 
 
 def _counter(progress: Progress, stage: str) -> Callable[[int], None]:
@@ -192,7 +190,7 @@ def _own_text(every: Sequence[Target], settings: Settings) -> Texts | None:
         return None
     folder = every[0].folders[0]
     config = identify(open_checkpoint(folder).config).text
-    length = min(BLOCK, int(config["max_position_embeddings"]))
+    length = min(BLOCK, int(config["max_position_embeddings"]), 2 * settings.tokens)
     tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
     text = read_text(settings.text, tokenizer, int(config["vocab_size"]), length, 2 * settings.tokens)
     return from_text(text, settings.text.name)
@@ -212,7 +210,7 @@ def _compare(side: Side, kept: Kept | None, found: _Answers, stage: str, progres
 
 def _record(
     target: Target,
-    names: tuple[dict[str, Any], dict[str, Any] | None],
+    names: Names,
     settings: Settings,
     ours: _Answers,
     first: _Answers | None,
@@ -238,7 +236,8 @@ def _record(
         "prompts": {name: metrics[0].prompts for name, metrics in harvest.tasks.items()} if harvest else {},
         "task_versions": dict(harvest.versions) if harvest else {},
         "truncated": dict(harvest.truncated) if harvest else {},
-        "notes": [*(kinship(names[0], names[1]) if names[1] else []), *(harvest.notes if harvest else [])],
+        "baseline_truncated": dict(first.harvest.truncated) if first and first.harvest else {},
+        "notes": _notes(harvest, first.harvest if first else None, names),
         "tasks": tasks,
         "all": whole,
         "proxies": proxies,
@@ -249,6 +248,22 @@ def _record(
         "scores": _scores(harvest, first.harvest if first else None),
         "required": [],
     }
+
+
+def _notes(ours: Harvest | None, before: Harvest | None, names: Names) -> list[str]:
+    """What is odd about the pairing, what the harness warned of on either side, and what makes the two unequal."""
+    notes = kinship(names[0], names[1]) if names[1] else []
+    notes += ours.notes if ours else ()
+    if ours and before:
+        notes += [f"baseline: {note}" for note in before.notes if note not in notes]
+        for task in ours.tasks:
+            cut = before.truncated.get(task, 0), ours.truncated.get(task, 0)
+            if cut[0] != cut[1]:
+                notes.append(
+                    f"task {task}: {cut[0]:,} requests of the baseline lost their beginning and {cut[1]:,} of the "
+                    "target, so the two did not read the same: give both one --max-length"
+                )
+    return notes
 
 
 def versions() -> dict[str, str]:

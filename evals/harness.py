@@ -22,7 +22,7 @@ import numpy as np
 from ..errors import EvalError, LoadError, PhasefoldError, UsageError
 from .answers import way_of
 from .asked import Asked, check_safe, find_tasks
-from .harvest import passages_of, task_scores
+from .harvest import number_of, passages_of, task_scores
 from .runner import Advance
 from .scores import Harvest
 
@@ -83,6 +83,11 @@ def run_tasks(
                 )
             if number == 0:
                 truncated = dict(getattr(lm, "truncated", {}))
+            if empty := getattr(lm, "empty", 0):
+                notes.append(
+                    f"{empty:,} answers of the server had no text and count as they are: cut within their reasoning, "
+                    "most likely: --gen-kwargs max_gen_toks=..."
+                )
             if not hasattr(lm, "advance"):
                 told(sum(len(task.instances) for task in now.values()))
             for name in now:
@@ -139,9 +144,10 @@ def _override(asked: Asked, num_fewshot: int | None, gen_kwargs: Mapping[str, An
         if gen_kwargs and generates:
             task.set_config(key="generation_kwargs", value=_sampling(gen_kwargs), update=True)
         if generates:
+            notes += _without_seed(name, task, gen_kwargs)
+            if repeats > 1:
+                _check_samples(name, task)
             way_of(task.get_config("generation_kwargs") or {}, name, 0)
-        if repeats > 1 and generates:
-            _check_samples(name, task)
         own = task.get_config("num_fewshot")
         if num_fewshot is not None and own != 0:
             task.set_config(key="num_fewshot", value=num_fewshot)
@@ -160,6 +166,25 @@ def _sampling(gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("temperature") and "do_sample" not in given:
         given["do_sample"] = True
     return given
+
+
+def _without_seed(name: str, task: Any, gen_kwargs: Mapping[str, Any]) -> list[str]:
+    """A seed of a task's own would make all repeats the same answers, and the baseline's second run its first."""
+    own = dict(task.get_config("generation_kwargs") or {})
+    if "seed" in gen_kwargs:
+        raise UsageError(f"--gen-kwargs seed={gen_kwargs['seed']}: give --seed; repeats take the ones after it")
+    if "seed" not in own:
+        return []
+    seed = own.pop("seed")
+    task.set_config(key="generation_kwargs", value=own)
+    return [f"task {name}: its own seed {seed} is left out, --seed counts"]
+
+
+def metrics_of(task: Any) -> list[str]:
+    """Names of the metrics that a run of this task may leave, as `task_scores` calls them."""
+    filters = [str(each.name) for each in task._filters]
+    names = [number_of(metric, task)[0] for metric in task.aggregation()]
+    return names if len(filters) == 1 else [f"{name},{each}" for name in names for each in filters]
 
 
 def _check_samples(name: str, task: Any) -> None:
@@ -192,6 +217,8 @@ def _asking(lm: Any, seed: int, advance: Advance) -> Iterator[None]:
     """A model that samples with this seed, and says how far it is."""
     if hasattr(lm, "truncated"):
         lm.truncated.clear()
+    if hasattr(lm, "empty"):
+        lm.empty = 0
     if hasattr(lm, "seed"):
         lm.seed = seed
     elif hasattr(lm, "_seed"):  # lm-eval's clients of servers

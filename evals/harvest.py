@@ -18,11 +18,13 @@ import numpy as np
 from ..errors import EvalError
 from .scores import Passage, TaskScores
 
-#: fields of a question that say what it shares with others, the first that does: named so, a text, then a subject
-CLUSTERS = (
+#: fields of a question that say what it shares with others, the first that does: named so, or a text
+DOCUMENTS = (
     "cluster", "document", "document_id", "doc_id", "passage", "flores_passage", "article", "story", "paragraph",
-    "context", "source_id", "title", "document_title", "subject",
+    "context",
 )  # fmt: skip
+#: and others, which may be the same of a whole task without saying anything
+SUBJECTS = ("source_id", "title", "document_title", "subject")
 #: metrics that speak for a task before others
 FIRST = ("acc", "exact_match")
 _SHORT = 40  # characters of a cluster's name; a longer one is a text, and a digest stands for it
@@ -95,18 +97,23 @@ def questions_of(samples: Sequence[Sample]) -> tuple[str, ...]:
 
 
 def clusters_of(samples: Sequence[Sample]) -> tuple[str, ...] | None:
-    """By the first field of CLUSTERS that all questions have, and that some but not all of them share."""
+    """By the first field that all questions have, and that some of them share but not all; else by the first of
+    DOCUMENTS that all share: questions of one document are one cluster, those of one subject are a task.
+    """
     documents = [sample["doc"] for sample in samples]
     if not all(isinstance(document, dict) for document in documents):
         return None
-    for field in CLUSTERS:
+    whole = None
+    for field in (*DOCUMENTS, *SUBJECTS):
         values = [document.get(field) for document in documents]
         if any(value is None or value == "" for value in values):
             continue
         names = tuple(_name(value) for value in values)
         if 1 < len(set(names)) < len(names):
             return names
-    return None
+        if len(set(names)) == 1 < len(names) and field in DOCUMENTS:
+            whole = whole or names
+    return whole
 
 
 def prompts_of(samples: Sequence[Sample]) -> str:

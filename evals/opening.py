@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..calib.text import load_tokenizer
-from ..errors import UsageError
+from ..errors import LoadError, UsageError
+from .batches import check_run
 from .runner import Runner
-from .target import parse_target
+from .target import Target, parse_target
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?")
 
@@ -33,16 +34,34 @@ def open_target(
         raise UsageError(f"batch_size={batch_size}: expected 1 or more; a phasefold model does not try sizes by itself")
     batch = int(batch_size)
     tokenizer = load_tokenizer(given.folders[0], trust_remote_code=trust_remote_code)
+    room, place = size_of(memory), Path(work) if work else None
     if given.is_pair:
         from .served import Served
 
-        pair: Any = Served(*given.folders, kv=given.kv, scales=given.scales, batch=batch, device=device)
+        check_pair_way(given, dtype, batch, room, way)
+        pair: Any = Served(
+            *given.folders, kv=given.kv, scales=given.scales, batch=batch, device=device, dtype=check_run(dtype, batch)
+        )
         return pair, tokenizer
     from .whole import open_runner
 
-    room, place = size_of(memory), Path(work) if work else None
     folder = given.folders[0]
     return open_runner(folder, dtype=dtype, batch=batch, memory=room, device=device, way=way, work=place), tokenizer
+
+
+def check_pair_way(pair: Target, dtype: str, batch: int, memory: int, way: str) -> None:
+    """A pair runs in memory, both models: UsageError for another way, LoadError where they are larger."""
+    from .whole import needed
+
+    if way == "layers":
+        raise UsageError(f"{pair.text}: a pair is served from memory; layer by layer its artifacts run one at a time")
+    width = check_run(dtype, batch).itemsize
+    need = sum(needed(folder, width, batch) for folder in pair.folders)
+    if way == "auto" and need > memory:
+        raise LoadError(
+            f"{pair.text}: both models take {need / 1e9:.2f} GB, --memory allows {memory / 1e9:.2f} GB: allow more, or "
+            "evaluate each artifact by itself"
+        )
 
 
 def size_of(text: int | str) -> int:

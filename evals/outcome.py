@@ -197,6 +197,10 @@ def sentence(record: Record) -> str:
         floor = (record.get("floor_proxies") or {}).get("mean_kl")
         beside = f", of the baseline against itself {figure(floor['mean'])}" if floor else ""
         said.append(f"mean KL is {figure(record['mean_kl'])} nats a token{beside}")
+    for side in ("truncated", "baseline_truncated"):
+        if cut := sum(record.get(side, {}).values()):
+            whose = "" if side == "truncated" else " of the baseline"
+            said.append(f"{cut:,} requests{whose} were too long and lost their beginning")
     missed = [one["text"] for one in record["required"] if not one["held"]]
     if record["required"]:
         said.append(f"required and missed: {', '.join(missed)}" if missed else "all that was required holds")

@@ -71,6 +71,8 @@ def proxies(
         """Woodruff 1952: what share of tokens lies above has an interval, and its bounds have quantiles."""
         at = float(np.quantile(divergence, share))
         above = interval((divergence > at).astype(np.float64), (0.0, 1.0))
+        if ids.max() == 0:  # one document: nothing is known of others
+            return Interval(at, 0.0, math.inf, math.inf)
         low, high = (float(np.quantile(divergence, 1 - each)) for each in (above.high, above.low))
         return Interval(at, low, high, (high - low) / (2 * Z))
 

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from . import side_by_side
+from .markup import escape, table
 from .outcome import (
     PROXIES,
     TOOL_CALLS,
@@ -18,6 +19,7 @@ from .outcome import (
     Result,
     change,
     figure,
+    headline,
     interval,
     leaves,
     listed,
@@ -38,8 +40,10 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def markdown(record: Record, *, plot: str | None) -> str:
-    """The page. plot: path or address of a picture that belongs on it."""
+def markdown(record: Record, *, plot: str | None, closing: bool = True) -> str:
+    """The page. plot: path or address of a picture that belongs on it. closing: how to read it, and how to repeat it,
+    which the last of several pages says for all.
+    """
     target, baseline = (escape(name) for name in sides(record))
     parts = [f"# {target}{f' against {baseline}' if baseline else ''}", f"**{escape(sentence(record))}**"]
     if plot:
@@ -51,8 +55,9 @@ def markdown(record: Record, *, plot: str | None) -> str:
     parts += [section for section in (_other_metrics(record), _proxies(record), _tools(record)) if section]
     if record["required"]:
         parts.append("## What was required\n\n" + _required(record["required"]))
-    parts += ["## What was compared\n\n" + _compared(record), "## How to read this\n\n" + _reading(record)]
-    parts.append("## How to repeat it\n\n" + _command(record))
+    parts.append("## What was compared\n\n" + _compared(record))
+    if closing:
+        parts += ["## How to read this\n\n" + _reading(record), "## How to repeat it\n\n" + _command(record)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -62,8 +67,12 @@ def overview(records: Sequence[Record]) -> str:
     parts = []
     for columns, body in ((side_by_side.TASKS, scores), (side_by_side.TEXT, text)):
         if body:
-            parts.append(_table(list(columns), "".join(columns.values()), [[escape(x) for x in row] for row in body]))
-    return "# Side by side\n\n" + "\n\n".join(parts) + "\n"
+            parts.append(table(list(columns), "".join(columns.values()), [[escape(x) for x in row] for row in body]))
+    names = [escape(sides(record)[0]) for record in records]
+    against = f" against {escape(sides(records[0])[1])}" if records[0].get("baseline") else ""
+    said = "\n".join(f"* {escape(headline(record))}." for record in records)
+    title = f"# {', '.join(names)}{against}\n\n{escape(records[0]['started'][:10])}\n\n{said}\n\n"
+    return title + "\n\n".join(parts) + "\n"
 
 
 def model_card_table(record: Record) -> str:
@@ -72,7 +81,7 @@ def model_card_table(record: Record) -> str:
     if not baseline:
         body = [[escape(name), result["metric"], f"{result['n']:,}", value(result, result["value"]),
                  _own(result)] for name, result in rows(record)]  # fmt: skip
-        table = _table(["task", "metric", "n", target, "95 %"], "llrrr", body)
+        drawn = table(["task", "metric", "n", target, "95 %"], "llrrr", body)
     else:
         body = [
             [
@@ -85,23 +94,11 @@ def model_card_table(record: Record) -> str:
             ]
             for name, result in rows(record)
         ]
-        table = _table(["task", "metric", "n", baseline, target, "difference (95 %)"], "llrrrr", body)
+        drawn = table(["task", "metric", "n", baseline, target, "difference (95 %)"], "llrrrr", body)
     kl = f" Mean KL {figure(record['mean_kl'])} nats a token." if record.get("mean_kl") is not None else ""
     versions = record["versions"]
     made = f"lm-eval {versions.get('lm_eval', '?')}, phasefold {versions.get('phasefold', '?')}"
-    return f"{table}\n\nScores in percent, differences in points, paired.{kl} {record['started'][:10]}, {made}.\n"
-
-
-def escape(text: Any) -> str:
-    """A name as text in one cell or line of Markdown, whatever it holds. Within words, underscores mean nothing."""
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(str(text).split()))
-    line = re.sub(r"([\\`*\[\]|#~$!])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
-    return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", line)
-
-
-def _table(header: Sequence[str], sides: str, body: Sequence[Sequence[str]]) -> str:
-    rule = ["---:" if side == "r" else "---" for side in sides]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, rule, *body))
+    return f"{drawn}\n\nScores in percent, differences in points, paired.{kl} {record['started'][:10]}, {made}.\n"
 
 
 def _own(result: Result) -> str:
@@ -116,17 +113,17 @@ def _tasks(record: Record) -> str:
             [_name(name, result), escape(result["metric"]), f"{result['n']:,}", value(result, result["value"]),
              _own(result)] for name, result in shown
         ]  # fmt: skip
-        return _table(["task", "metric", "n", "score", "95 %"], "llrrr", body)
+        return table(["task", "metric", "n", "score", "95 %"], "llrrr", body)
     header = [
         "task", "metric", "n", "baseline", "target", "difference", "95 %", "lost / gained", "p", "can be seen",
         "verdict", "baseline against itself",
     ]  # fmt: skip
-    table = _table(header, "llrrrrrrrrlr", [_row(name, result) for name, result in shown])
+    drawn = table(header, "llrrrrrrrrlr", [_row(name, result) for name, result in shown])
     noisy = [escape(name) for name, result in shown if _is_noisy(result)]
     if not noisy:
-        return table
+        return drawn
     return (
-        f"{table}\n\nOn {listed(noisy)} the baseline differs from itself by more than its interval: what is read there "
+        f"{drawn}\n\nOn {listed(noisy)} the baseline differs from itself by more than its interval: what is read there "
         "is noise in part. (Of 20 tasks, one does so by chance.)"
     )
 
@@ -176,8 +173,8 @@ def _other_metrics(record: Record) -> str:
     ]
     if not body:
         return ""
-    table = _table(["task", "metric", "baseline", "target", "difference", "95 %"], "llrrrr", body)
-    return f"<details><summary>Other metrics of the same answers</summary>\n\n{table}\n\n</details>"
+    drawn = table(["task", "metric", "baseline", "target", "difference", "95 %"], "llrrrr", body)
+    return f"<details><summary>Other metrics of the same answers</summary>\n\n{drawn}\n\n</details>"
 
 
 def _proxies(record: Record) -> str:
@@ -189,8 +186,8 @@ def _proxies(record: Record) -> str:
     ]
     text = found.get("text") or (record["settings"].get("text") or {}).get("name") or "the tasks' own"
     told = f"On {found['tokens']:,} tokens of {found['documents']:,} documents ({escape(text)}), intervals by document."
-    table = _table(["", "target against baseline", "baseline against itself"], "lrr", body)
-    return f"## Next-token distributions\n\n{told}\n\n{table}"
+    drawn = table(["", "target against baseline", "baseline against itself"], "lrr", body)
+    return f"## Next-token distributions\n\n{told}\n\n{drawn}"
 
 
 def _tools(record: Record) -> str:
@@ -207,8 +204,8 @@ def _tools(record: Record) -> str:
     ]
     kinds = dict.fromkeys(kind for one in both for kind in one["failures"])
     body += [[escape(kind), *(f"{one['failures'].get(kind, {}).get('count', 0):,}" for one in both)] for kind in kinds]
-    table = _table(["", "target", "baseline"][: len(both) + 1], "lrr"[: len(both) + 1], body)
-    said = [f"{told['requests']:,} requests.", table]
+    drawn = table(["", "target", "baseline"][: len(both) + 1], "lrr"[: len(both) + 1], body)
+    said = [f"{told['requests']:,} requests.", drawn]
     if triggers := told["triggers"]:
         lost, gained = triggers["false_negatives"], triggers["false_positives"]
         said.append(
@@ -225,7 +222,7 @@ def _percent(found: Mapping[str, Any] | None) -> str:
 
 def _required(required: Sequence[Mapping[str, Any]]) -> str:
     body = [[escape(one["text"]), "held" if one["held"] else "**MISSED**", escape(one["reason"])] for one in required]
-    return _table(["required", "", "because"], "lll", body)
+    return table(["required", "", "because"], "lll", body)
 
 
 def _compared(record: Record) -> str:
@@ -249,8 +246,8 @@ def _compared(record: Record) -> str:
     line("KV rows", [_kv(ident) for ident in idents])
     names = dict.fromkeys(name for ident in idents for name in ident["runtime"])
     for name in (name for name in names if name != "kv"):
-        line(escape(name), [escape(ident["runtime"].get(name, "-")) for ident in idents])
-    table = _table(["", "target", "baseline"][: len(idents) + 1], "lll"[: len(idents) + 1], lines)
+        line(escape(name.replace("_", " ")), [escape(_setting(ident["runtime"].get(name))) for ident in idents])
+    drawn = table(["", "target", "baseline"][: len(idents) + 1], "lll"[: len(idents) + 1], lines)
     versions = ", ".join(f"{escape(name)} {escape(number)}" for name, number in record["versions"].items())
     settings = {name: record["settings"].get(name) for name in _SHOWN}
     said = ", ".join(
@@ -260,13 +257,15 @@ def _compared(record: Record) -> str:
     )
     started = f"{escape(record['started'])}, {record.get('seconds', 0):,.0f} s"
     cut = ", ".join(f"{escape(task)} {count:,}" for task, count in record.get("truncated", {}).items() if count)
-    told = [table, f"Started {started}. {versions}.", f"Settings: {said}."]
+    told = [drawn, f"Started {started}. {versions}.", f"Settings: {said}."]
     return "\n\n".join(told + ([f"Too long for the model, beginning cut off: {cut} requests."] if cut else []))
 
 
 def _setting(setting: Any) -> str:
+    if setting in (None, [], {}, ""):
+        return "-"
     if isinstance(setting, Mapping):
-        return ", ".join(f"{name}={one}" for name, one in setting.items())
+        return ", ".join(f"{name} {one}" for name, one in setting.items())
     return ", ".join(map(str, setting)) if isinstance(setting, list) else str(setting)
 
 
@@ -309,7 +308,8 @@ def _reading(record: Record) -> str:
             "* Differences are target - baseline on the same questions, in points where scores are shares. Where the "
             "interval holds zero, the choice of questions can explain them.",
             f'* {verdicts} "Can be seen": the difference that so many questions show 80 times in 100.',
-            "* Lost / gained: questions that only the baseline, or only the target, gets right; p is McNemar's, exact. "
+            "* Lost / gained: questions that only the baseline, or only the target, gets right; p is McNemar's, exact, "
+            "and takes questions for independent: where they come by document, rely on the interval. "
             "The baseline against itself (other batches, other seeds) is the noise: what is no larger says nothing.",
         )
     )

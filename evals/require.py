@@ -3,7 +3,8 @@
     mmlu>=-0.3,mean_kl<=0.04,gsm8k.exact_match,strict-match>=-1,mmlu.value>=70
 
 Requirements are separated by commas; a comma within a name is told from those by the number that ends each one. Shares
-are in points, 0 to 100, as in tables; everything else is in the unit of the record.
+are in points, 0 to 100, as in tables; everything else is in the unit of the record. A difference is a loss where it is
+below zero, also of metrics of which lower is better.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import UsageError
+from .outcome import upward
 
 #: names that are no task's -> where the record's proxies have them
 PROXIES = {
@@ -76,7 +78,7 @@ def parse(text: str) -> list[Requirement]:
 
 def check_names(
     requirements: Sequence[Requirement],
-    tasks: Collection[str],
+    tasks: Mapping[str, Collection[str]],
     *,
     baseline: bool = True,
     proxies: bool = True,
@@ -84,8 +86,8 @@ def check_names(
 ) -> None:
     """UsageError for a name that the run will not have, as far as that can be known before it.
 
-    tasks: names of tasks and groups. baseline, proxies, tool_calls: whether the run will have them. What metrics a task
-    has is seen afterwards.
+    tasks: names of tasks and groups, and the metrics of each. baseline, proxies, tool_calls: whether the run will have
+    them.
     """
     for one in requirements:
         if one.name in PROXIES:
@@ -95,9 +97,13 @@ def check_names(
             if not tool_calls:
                 raise UsageError(f"--require {one.text}: needs --tool-calls with a file of requests")
         else:
-            known = dict.fromkeys([*tasks, "all"])
-            if _task_of(one.name, known) is None:
+            known = dict(tasks) | {"all": ()}
+            task = _task_of(one.name, known)
+            if task is None:
                 raise UsageError(f"--require {one.text}: no {one.name!r} in this run; there is {_list(known)}")
+            metric = one.name.removesuffix(_VALUE)[len(task) + 1 :]
+            if metric and metric not in known[task]:
+                raise UsageError(f"--require {one.text}: {task} has no metric {metric!r}; it has {_list(known[task])}")
             if not baseline and not one.name.endswith(_VALUE):
                 raise UsageError(
                     f"--require {one.text}: is a difference, and there is no --baseline; for the score itself say "
@@ -190,8 +196,10 @@ def _score(one: Requirement, result: Mapping[str, Any], own: bool) -> _Figure:
             f"--require {one.text}: {one.name} is in points, 0 to 100; say {one.name}{one.operator}"
             f"{100 * one.threshold:g}"
         )
-    value = result["value"] if own else result["difference"]
-    low, high = (result.get("ci95_value") or [None, None]) if own else result["ci95"]
+    if own:
+        value, (low, high) = result["value"], result.get("ci95_value") or [None, None]
+    else:
+        value, low, high = (end if math.isfinite(end) else None for end in upward(result))
     base = f"{result['n']:,} questions"
     if result["clusters"] != result["n"]:
         base += f" in {result['clusters']:,} clusters"

@@ -20,10 +20,12 @@ import torch
 from ..calib.rows import Rows
 from ..calib.text import Text
 from ..errors import EvalError
+from ..quantize.output import check_space, writing
 from .proxies import Proxies, proxies
 from .runner import Advance, Runner
 from .scores import Passage
 
+LAST = 1024  # compared tokens of one text, at most: a distribution of each is held at a time
 _ROWS = 64  # distributions that are compared at a time
 
 
@@ -48,14 +50,23 @@ class Texts:
 
 
 def from_passages(passages: Sequence[Passage], limit: int, longest: int) -> Texts | None:
-    """What the tasks' questions are made of, evenly thinned to about `limit` compared tokens; None without any."""
+    """What the tasks' questions are made of, evenly thinned to `limit` compared tokens at most; None without any.
+
+    longest: tokens that the model takes. Of a long text the last `LAST` tokens are compared, and no more.
+    """
     usable = [(list(passage.tokens[-longest:]), passage.document) for passage in passages if len(passage.tokens) > 1]
-    total = sum(len(tokens) - _half(tokens) for tokens, _ in usable)
-    taken = usable[:: max(1, -(-total // limit))]
+    most = min(limit, LAST)
+    firsts = [max(_half(tokens), len(tokens) - most) for tokens, _ in usable]
+    counts = [len(tokens) - first for (tokens, _), first in zip(usable, firsts, strict=True)]
+    step, left, taken = max(1, -(-sum(counts) // limit)), limit, list[int]()
+    for number in range(0, len(usable), step):
+        if counts[number] <= left:
+            left -= counts[number]
+            taken.append(number)
     if not taken:
         return None
-    texts = [tokens for tokens, _ in taken]
-    return Texts(texts, [_half(text) for text in texts], [document for _, document in taken], "the tasks' own")
+    texts, documents = [usable[number][0] for number in taken], [usable[number][1] for number in taken]
+    return Texts(texts, [firsts[number] for number in taken], documents, "the tasks' own")
 
 
 def from_text(text: Text, name: str) -> Texts:
@@ -80,8 +91,13 @@ class Kept:
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         path = None
-        if texts.tokens * runner.vocabulary * 4 > memory:
-            self._folder = tempfile.TemporaryDirectory(prefix="phasefold-eval-", dir=place)
+        nbytes = texts.tokens * runner.vocabulary * 4
+        if nbytes > memory:
+            place = place or Path(tempfile.gettempdir())
+            check_space(place, nbytes)
+            with writing(place):
+                place.mkdir(parents=True, exist_ok=True)
+                self._folder = tempfile.TemporaryDirectory(prefix="phasefold-eval-", dir=place)
             path = Path(self._folder.name) / "baseline"
         self._rows = Rows(texts.tokens, runner.vocabulary, torch.float32, path)
         try:

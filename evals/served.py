@@ -16,7 +16,8 @@ import torch
 from ..calib.model import check_device, version
 from ..errors import EvalError, LoadError, UsageError
 from ..families import identify
-from ..formats.checkpoint import open_checkpoint
+from ..formats.checkpoint import MANIFEST, open_checkpoint
+from ..formats.manifest import read_manifest
 from ..serving.belong import belong
 from ..serving.deployment import Deployment, Finding
 from ..serving.judge import judge
@@ -163,6 +164,9 @@ class Checked(NamedTuple):
 def check_pair(folders: tuple[Path, ...], kv: str, scales: Path | None) -> Checked:
     """What `Served` refuses before it reads weights."""
     prefill, decode = folders
+    for folder, other in ((prefill, "decode"), (decode, "prefill")):
+        if (folder / MANIFEST).exists() and read_manifest(folder).phase == other:
+            raise LoadError(f"{folder}: was made for {other}, by its manifest; a pair is PREFILL+DECODE, in this order")
     found = suitable((prefill, decode), kv)
     warnings = list(found.warnings)
     return Checked(found, warnings, *_scales((prefill, decode), kv, scales, found.at, warnings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ class Settings:
 
     text: what KL is measured on instead of the tasks' own texts. tokens: how many of it are compared. margin: what a
     share may lose, as a fraction. floor: whether the baseline runs twice. requests: a file of tool-call requests.
+    metadata: what tasks are told; told: that, and the folder of a tokenizer. max_length: tokens that a text may have.
     served_model, tokenizer, chat, concurrency, timeout, key_file: of servers.
     """
 
@@ -27,6 +29,8 @@ class Settings:
     seed: int = 0
     gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    told: Mapping[str, Any] = field(default_factory=dict)
+    max_length: int | None = None
     margin: float | None = None
     floor: bool = True
     text: Path | None = None
@@ -59,6 +63,15 @@ class Settings:
             "seed": self.seed,
             "gen_kwargs": dict(self.gen_kwargs),
             "metadata": dict(self.metadata),
+            "max_length": self.max_length,
             "margin": self.margin,
-            "tool_calls": self.requests.name if self.requests else None,
+            "dtype": self.dtype,
+            "chat": self.chat,
+            "served_model": self.served_model,
+            "tool_calls": _file(self.requests) if self.requests else None,
         }
+
+
+def _file(path: Path) -> str:
+    """Its name, and which content it had."""
+    return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"

@@ -13,7 +13,7 @@ from ..calib.text import load_tokenizer
 from ..errors import EvalError, TextError
 from ..formats.checkpoint import open_checkpoint
 from .model import PhasefoldLM
-from .opening import open_target
+from .opening import check_pair_way, open_target
 from .served import check_pair
 from .settings import Settings
 from .target import Target
@@ -41,7 +41,7 @@ def check_sides(targets: Sequence[Target], settings: Settings, generating: Seque
     generating: what takes models that generate. Reads headers, tokenizers and what servers say. Raises as `opened`
     does; EvalError: two that cannot be compared.
     """
-    first: tuple[str, int, list[int]] | None = None
+    first: tuple[Any, ...] | None = None
     for target in targets:
         if target.url is not None:
             _server(target.url, settings)
@@ -49,9 +49,10 @@ def check_sides(targets: Sequence[Target], settings: Settings, generating: Seque
         tokenizer = load_tokenizer(target.folders[0], trust_remote_code=settings.trust_remote_code)
         if settings.requests is not None:
             _check_template(target.folders[0], tokenizer)
-        vocabulary = _vocabulary(target.folders[-1])
+        architecture, vocabulary = _model(target.folders[-1])
         if target.is_pair:
             check_pair(target.folders, target.kv, target.scales)
+            check_pair_way(target, settings.dtype, settings.batch, settings.memory, settings.way)
         else:
             whole = check_runner(
                 target.folders[0], dtype=settings.dtype, batch=settings.batch, memory=settings.memory,
@@ -62,22 +63,25 @@ def check_sides(targets: Sequence[Target], settings: Settings, generating: Seque
                     f"{target.text} runs layer by layer, which scores and does not generate, and {generating[0]} takes "
                     "answers: give more --memory, or tasks of log-likelihoods"
                 )
-        found = target.text, vocabulary, list(tokenizer.encode(_PROBE))
+        template = getattr(tokenizer, "chat_template", None) if settings.chat_template else None
+        found = target.text, architecture, vocabulary, (tokenizer.get_vocab(), tokenizer.encode(_PROBE)), template
         if first is None:
             first = found
         elif found[1:] != first[1:]:
-            what = f"{first[1]:,} and {found[1]:,} tokens" if first[1] != found[1] else "tokenizers that differ"
+            names = ("architectures", "numbers of tokens", "tokenizers", "chat templates")
+            place = [one == two for one, two in zip(first[1:], found[1:], strict=True)].index(False)
+            told = f" ({first[place + 1]}, {found[place + 1]})" if place < 2 else ""
             raise EvalError(
-                f"{first[0]} and {found[0]} have {what}: their answers cannot be paired; give the checkpoint that the "
-                "target was made from as --baseline, and its tokenizer files to both"
+                f"{first[0]} and {found[0]} have other {names[place]}{told}: their answers are not paired; give the "
+                "checkpoint that the target was made from as --baseline, and its tokenizer files to both"
             )
 
 
-def _vocabulary(folder: Path) -> int:
-    """Tokens of a model that transformers has a class for, all of whose tensors are there."""
+def _model(folder: Path) -> tuple[str, int]:
+    """Architecture and tokens of a model that transformers has a class for, all of whose tensors are there."""
     source = Source(open_checkpoint(folder))
     source.close()
-    return int(source.config.vocab_size)
+    return source.model.architecture.name, int(source.config.vocab_size)
 
 
 def _check_template(folder: Path, tokenizer: Any) -> None:
@@ -111,6 +115,7 @@ def opened(target: Target, settings: Settings, batch: int) -> Iterator[Side]:
         way=settings.way, work=settings.work, trust_remote_code=settings.trust_remote_code,
     )  # fmt: skip
     try:
-        yield Side(target, PhasefoldLM(runner=runner, tokenizer=tokenizer), runner, tokenizer, runner.about)
+        lm = PhasefoldLM(runner=runner, tokenizer=tokenizer, max_length=settings.max_length)
+        yield Side(target, lm, runner, tokenizer, runner.about)
     finally:
         runner.close()

@@ -53,6 +53,8 @@ def parse_target(text: str) -> Target:
             return Target(text, folders, kv)
         if Path(kv).is_file():
             return Target(text, folders, "fp8_e4m3", Path(kv))
+        if "/" in kv or "." in kv:
+            raise UsageError(f"{text}: no such file: {kv}; expected a KV-scale manifest, or {', '.join(LAYOUTS)}")
         raise UsageError(f"{text}: {kv!r} is neither a KV-scale manifest nor one of {', '.join(LAYOUTS)}")
     missing = [part for part in whole.split("+") if not _is_folder(part)]
     if at and "+" not in whole:

@@ -114,11 +114,12 @@ def _in_memory(folder: Path, dtype: str, batch: int, memory: int, way: str) -> b
     if way not in WAYS:
         raise UsageError(f"way {way!r}: a checkpoint is run by {', '.join(WAYS[:-1])} or {WAYS[-1]}")
     width = check_run(dtype, batch).itemsize
-    return way == "memory" or (way == "auto" and _fits(folder, width, batch, memory))
+    return way == "memory" or (way == "auto" and needed(folder, width, batch) <= memory)
 
 
-def _fits(folder: Path, width: int, batch: int, memory: int) -> bool:
+def needed(folder: Path, width: int, batch: int) -> int:
+    """Bytes that it takes in memory, at most, with texts of a usual length. width: bytes of a weight."""
     source = Source(open_checkpoint(folder))
     source.close()
     length = min(USUAL, source.config.max_position_embeddings)
-    return model_need(source, width, workspace_bytes(source, batch, length)) <= memory
+    return model_need(source, width, workspace_bytes(source, batch, length))

@@ -172,7 +172,7 @@ def test_rows_without_text_are_counted_and_what_else_they_have_is_taken(tmp_path
 @pytest.mark.parametrize(
     "name,content,sentence",
     [
-        ("a.txt", "Too short.", r"a\.txt: \d tokens, less than one block of 16: give more text, or a shorter --length"),
+        ("a.txt", "Too short.", r"\d tokens, less than one block of 16: give more text, or ask for shorter blocks"),
         ("a.txt", "", r"a\.txt: is empty"),
         ("a.txt", " \n ", r"a\.txt: is empty"),
         ("a.jsonl", "", r"a\.jsonl: is empty"),

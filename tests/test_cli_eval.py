@@ -95,7 +95,7 @@ def test_results_are_kept_and_tell_a_history(evaluated: tuple[Done, list[dict]],
     assert "docstring" not in again.err  # progress is no part of what scripts read
     picture = made["int4"].parent / "history.png"
     rows = json.loads(run("eval", made["int4"], "--history", "--plot", picture, "--json").out)
-    assert len(rows) == 3 and picture.read_bytes().startswith(b"\x89PNG")
+    assert len(rows) == 2 and picture.read_bytes().startswith(b"\x89PNG")
     shown = run("eval", made["int4"], "--history")
     assert shown.code == 0 and "docstring_choice" in shown.out
     assert run("verify", made["int4"], "--source", SOURCE).code == 0  # results are no part of the artifact
@@ -103,7 +103,11 @@ def test_results_are_kept_and_tell_a_history(evaluated: tuple[Done, list[dict]],
 
 def test_pages_and_plots_are_written(evaluated: tuple[Done, list[dict]], made: dict[str, Path]) -> None:
     page = (made["int4"].parent / "page.md").read_text()
-    assert page.count("\n## Tasks") == 3 and "plot-3.png" in page
+    assert page.count("\n## Tasks") == 3 and page.count("How to read") == 1 and "plot-3.png" in page
+    assert (
+        page.startswith("# int4, fp8 + int4 (fp8\\_e4m3 KV), broken against tiny-kimi")
+        or "against tiny-kimi" in page[:120]
+    )
     for number in (1, 2, 3):
         picture = made["int4"].parent / f"plot-{number}.png"
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
@@ -122,6 +126,13 @@ def test_the_baseline_against_itself_is_not_caught(tmp_path: Path) -> None:
     ("arguments", "reason"),
     [
         ((), "nothing to evaluate on"),
+        (("--tasks", "docstring_cloze", "--repeats", 2), "none of the tasks takes answers"),
+        (("--tasks", "docstring_cloze", "--gen-kwargs", "temperature=1"), "none of the tasks takes answers"),
+        (("--tasks", "docstring_cloze", "--margin", 1), "no --baseline"),
+        (("--tasks", "needle", "--gen-kwargs", "temperature=hot"), "make no sense"),
+        (("--tasks", "needle", "--gen-kwargs", "seed=3"), "give --seed"),
+        (("--tasks", "docstring_cloze", "--require", "docstring_cloze.acc_nrm.value>=0"), "no metric 'acc_nrm'"),
+        (("--tasks", "docstring_cloze", "--report", "nowhere/page.md"), "folder"),
         (("--tasks", "docstring_closet"), "docstring_cloze"),
         (("--tasks", "docstring_cloze", "--require", "mmlu>=-1", "-b", SOURCE, "--limit", 2), "no 'mmlu' in this run"),
         (("--tasks", "docstring_cloze", "--require", "mmlu"), "no requirement"),

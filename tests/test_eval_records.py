@@ -215,12 +215,15 @@ def test_commas_within_names_are_no_ends() -> None:
 
 
 def test_names_are_checked_before_the_run() -> None:
-    tasks = ["mmlu", "arc.v2", "arc"]
+    tasks = {"mmlu": ["acc"], "arc.v2": ["acc", "exact_match,strict"], "arc": ["acc"]}
     check_names(parse("mmlu>=0,all>=0,arc.v2.acc>=0,arc.acc.value>=7,mean_kl<1,tool_calls.f1>=90"), tasks)
     with pytest.raises(UsageError, match=r"no 'mmlu2' in this run; there is mmlu, arc\.v2, arc, all"):
         check_names(parse("mmlu2>=0"), tasks)
     with pytest.raises(UsageError, match="no 'mmlu,arc'"):
         check_names(parse("mmlu,arc>=0"), tasks)
+    check_names(parse("arc.v2.exact_match,strict>=0,all.value>=7"), tasks)
+    with pytest.raises(UsageError, match=r"arc has no metric 'acc_nrm'; it has acc"):
+        check_names(parse("arc.acc_nrm>=0"), tasks)
     with pytest.raises(UsageError, match=r"say mmlu\.value>="):
         check_names(parse("mmlu>=0"), tasks, baseline=False)
     check_names(parse("mmlu.value>=70"), tasks, baseline=False)
@@ -295,6 +298,17 @@ def test_proxies_are_judged_by_name(three: dict[str, Any]) -> None:
     assert "4,000 tokens of 100 documents" in largest["reason"]
 
 
+def test_a_loss_is_below_zero_whichever_way_is_better() -> None:
+    worse = made.harvest(made.task("wrong", [1.0] * 90 + [0.0] * 10, metric="error_rate", upward=False))
+    base = made.harvest(made.task("wrong", [0.0] * 90 + [0.0] * 10, metric="error_rate", upward=False))
+    record = made.record(worse, base)
+    assert record["tasks"]["wrong"]["difference"] == pytest.approx(0.9)
+    found = outcome("wrong>=-5", record)
+    assert not found["held"] and found["value"] == pytest.approx(-90)
+    assert outcome("wrong>=-95", record, proof=False)["held"] and not outcome("wrong.value<=50", record)["held"]
+    assert outcome("wrong>=-5", made.record(base, worse), proof=True)["held"]
+
+
 def test_other_metrics_groups_and_all() -> None:
     rng = np.random.default_rng(1)
     bits = [rng.integers(0, 2, 50) for _ in range(4)]
@@ -319,7 +333,7 @@ def test_other_metrics_groups_and_all() -> None:
         "both": 100 * tasks["both"]["difference"],
         "all": 100 * record["all"]["difference"],
         "all.value": 100 * record["all"]["value"],
-        "p": tasks["p"]["difference"],
+        "p": -tasks["p"]["difference"],  # lower is better: more of it is a loss
         "p.value": tasks["p"]["value"],
     }
     for name, value in expected.items():

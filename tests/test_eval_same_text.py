@@ -14,11 +14,13 @@ import torch
 import variants
 from pairs import folded
 
-from phasefold.errors import EvalError, UsageError
+from phasefold.errors import EvalError, LoadError, PlanError, TextError, UsageError
 from phasefold.evals.identity import check_unchanged, identity, kinship
 from phasefold.evals.runner import score
 from phasefold.evals.same_text import Kept, Texts, from_passages
 from phasefold.evals.scores import Passage
+from phasefold.evals.settings import Settings
+from phasefold.evals.sides import check_sides
 from phasefold.evals.target import parse_target
 
 VOCABULARY = 50
@@ -123,6 +125,10 @@ def test_passages_are_thinned_evenly_and_cut_from_the_left() -> None:
     assert whole is not None and len(whole.texts) == 100 and whole.tokens == 100 * 11 and whole.firsts[0] == 10
     some = from_passages(passages, 300, 64)
     assert some is not None and [text[0] for text in some.texts] == list(range(0, 100, 4)) and some.tokens <= 300
+    long = from_passages([Passage(tuple(range(5000)), "long")], 100_000, 10_000)
+    assert long is not None and long.tokens == 1024 and long.firsts == [5000 - 1024]
+    few = from_passages([Passage(tuple(range(5000)), "long"), Passage((1, 2, 3), "short")], 7, 10_000)
+    assert few is not None and few.tokens == 7 and few.firsts == [4993]  # at most so many
     short = from_passages(passages, 10_000, 8)
     assert short is not None and short.texts[0] == list(range(13, 21)) and short.firsts[0] == 4
     assert from_passages([Passage((1,), "a")], 10, 64) is None and from_passages([], 10, 64) is None
@@ -204,9 +210,67 @@ def test_what_was_not_made_from_the_baseline_is_told(tmp_path: Path) -> None:
     who = {one.text: identity(one) for one in (source, other, made, again)}
     for target, baseline in ((made, source), (again, source), (again, made), (made, again), (source, made)):
         assert kinship(who[target.text], who[baseline.text]) == []
-    assert "of other architectures" in kinship(who[made.text], who[other.text])[0]
+    assert "fp8 was not made from the baseline" in kinship(who[made.text], who[other.text])[0]
     stranger = tmp_path / "stranger"
     shutil.copytree(source.folders[0], stranger)
     config = json.loads((stranger / "config.json").read_text())
     (stranger / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
     assert "fp8 was not made from the baseline" in kinship(who[made.text], identity(parse_target(str(stranger))))[0]
+
+
+def sides(*texts: object, generating: tuple[str, ...] = (), **more: object) -> None:
+    check_sides([parse_target(str(text)) for text in texts], Settings(**more), generating)
+
+
+def test_sides_are_checked_before_one_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    glm, kimi = (variants.EXAMPLES / name for name in ("tiny-glm4", "tiny-kimi"))
+    fp8 = folded(glm, "glm-prefill-fp8", tmp_path / "fp8")
+    int4 = folded(glm, "glm-decode-int4", tmp_path / "int4")
+
+    def refuse(*args: object, **named: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("phasefold.evals.whole.Whole.__init__", refuse)
+    sides(glm, fp8, int4, f"{fp8}+{int4}")
+    with pytest.raises(EvalError, match=r"other architectures \(.*glm4_moe"):
+        sides(kimi, int4)
+    with pytest.raises(LoadError, match=r"int4: was made for decode, .* in this order"):
+        sides(f"{int4}+{fp8}")
+    with pytest.raises(UsageError, match="a pair is served from memory"):
+        sides(f"{fp8}+{int4}", way="layers")
+    with pytest.raises(LoadError, match=r"both models take .* allow more"):
+        sides(f"{fp8}+{int4}", memory=1_000_000)
+    with pytest.raises(EvalError, match=r"runs layer by layer, .* needle takes answers"):
+        sides(glm, way="layers", generating=("needle",))
+    with pytest.raises(LoadError, match=r"--memory allows"):
+        sides(glm, memory=1_000_000)
+    with pytest.raises(TextError, match="no chat template"):
+        sides(glm, requests=tmp_path / "r.jsonl")
+    other = tmp_path / "other"
+    shutil.copytree(glm, other)
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    words = vocabulary["model"]["vocab"]
+    words["ing"], words["the"] = words["the"], words["ing"]
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(EvalError, match="have other tokenizers: their answers are not paired"):
+        sides(glm, other)
+    (other / "tokenizer.json").unlink()
+    with pytest.raises(TextError, match=r"has no tokenizer|cannot be loaded"):
+        sides(glm, other)
+
+
+def test_distributions_are_kept_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(Made(1), made_texts(), 1000, tmp_path / "new" / "folder", lambda _: None)
+    assert kept.compare(Made(1), lambda _: None).mean_kl.mean == 0
+    kept.close()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1000, 1000, 0))
+    with pytest.raises(PlanError, match="free"):
+        Kept(Made(1), made_texts(), 1000, tmp_path, lambda _: None)
+
+
+def test_of_one_document_nothing_is_known(tmp_path: Path) -> None:
+    texts = made_texts()
+    one = Texts(texts.texts, texts.firsts, ["same"] * len(texts.texts), "made")
+    found = Kept(Made(1), one, 1 << 30, None, lambda _: None).compare(Made(1, shift=0.3), lambda _: None)
+    for interval in (found.mean_kl, found.median_kl, found.p99_kl):
+        assert interval.to_json()["high"] is None

@@ -34,6 +34,7 @@ _NAMES = (
     "amber", "basil", "cedar", "coral", "ember", "fern", "hazel", "ivory", "jasper", "lemon", "linen", "maple",
     "olive", "opal", "pearl", "pine", "raven", "river", "robin", "rose", "sage", "silver", "tiger", "velvet",
 )  # fmt: skip
+_PARAMETERS = ("needle_lengths", "needle_depths", "needle_samples")
 _WORD = 20  # characters; longer ones are left out of the text, so that a length can be met closely
 _FORM, _QUESTION = "The code of {} is {}.", "\n\nWhat is the code of {0}? The code of {0} is"
 _NUMBER = re.compile(r"(?<!\d)\d{5,7}(?!\d)")
@@ -50,6 +51,9 @@ def questions(**metadata: Any) -> dict[str, Any]:
     """
     import datasets
 
+    unknown = [name for name in metadata if name.startswith("needle") and name not in _PARAMETERS]
+    if unknown:
+        raise EvalError(f"needle: no parameter {unknown[0]!r}; there are {', '.join(_PARAMETERS)}")
     lengths = _numbers(metadata, "needle_lengths", _lengths(metadata.get("max_length")), 1, 1 << 30)
     depths = _numbers(metadata, "needle_depths", _DEPTHS, 0, 100)
     (samples,) = _numbers(metadata, "needle_samples", (_SAMPLES,), 1, 1 << 20)[:1]
