@@ -93,6 +93,13 @@ def evaluate(
     tool_calls: Annotated[
         str | None, typer.Option(metavar="FILE", help="Requests with tools, one JSON object a line (as K2VV has them).")
     ] = None,
+    answers: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Answers to them in place of the baseline's: ours, or K2VV's."),
+    ] = None,
+    answers_out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write TARGET's answers to them, one a line.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="In which the forward pass runs.")] = Dtype.bfloat16,
     batch: Annotated[int, typer.Option(min=1, help="Texts in a pass.")] = 8,
     memory: Annotated[str, typer.Option(help="A checkpoint that is larger, decoded, runs layer by layer.")] = "16GB",
@@ -152,6 +159,7 @@ def evaluate(
         max_length=max_length, repeats=repeats, seed=seed, gen_kwargs=_pairs(gen_kwargs), metadata=_object(metadata),
         margin=margin / 100 if margin is not None else None, floor=floor,
         text=Path(text) if text else None, tokens=tokens, requests=Path(tool_calls) if tool_calls else None,
+        answers=Path(answers) if answers else None, answers_out=Path(answers_out) if answers_out else None,
         dtype=str(dtype), batch=batch, memory=size_of(memory), device=usable_device(device), way=str(way),
         work=Path(work) if work else None, trust_remote_code=trust_remote_code, served_model=served_model,
         tokenizer=Path(tokenizer) if tokenizer else None, chat=chat, concurrency=concurrency, timeout=timeout,

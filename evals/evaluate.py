@@ -30,6 +30,7 @@ from .settings import Settings
 from .sides import Side, check_sides, opened
 from .target import Target
 from .tool_calls import ask_tools, judge_tools
+from .tools.answers import read_answers, write_answers
 from .tools.requests import read_requests
 
 VERSION = 1
@@ -68,6 +69,8 @@ def evaluate(
     every = [*([baseline] if baseline else []), *targets]
     settings = replace(settings, told=_told(every, settings))
     requests = read_requests(settings.requests, settings.limit) if settings.requests else None
+    given = read_answers(settings.answers, requests) if settings.answers and requests else None
+    theirs = None if given else requests  # what the baseline itself is asked
     asked = _asked(settings)
     _check_asked(settings, asked, baseline)
     generating = [name for name, task in asked.tasks.items() if task.OUTPUT_TYPE == "generate_until"]
@@ -79,7 +82,7 @@ def evaluate(
     with contextlib.ExitStack() as held:
         if baseline is not None:
             with opened(baseline, settings, settings.batch) as side:
-                first = _ask(side, settings, requests, 0, "baseline", progress)
+                first = _ask(side, settings, theirs, 0, "baseline", progress)
                 if texts := own or _texts(side, first, targets, settings):
                     told = _counter(progress, "baseline: the text")
                     kept = Kept(side.runner, texts, settings.memory // 4, settings.work, told)
@@ -88,7 +91,7 @@ def evaluate(
                 # other batches, other seeds: whatever the numbers are made of besides the weights; smaller ones, for
                 # those that fit are known to
                 with opened(baseline, settings, settings.batch // 2 or 1) as side:
-                    again = _ask(side, settings, requests, 1, "baseline again", progress)
+                    again = _ask(side, settings, theirs, 1, "baseline again", progress)
                     _compare(side, kept, again, "baseline again: the text", progress)
         for target in targets:
             begun, started = time.monotonic(), datetime.now(UTC)
@@ -101,9 +104,10 @@ def evaluate(
             record = _record(target, names, settings, ours, first, again)
             record["settings"]["text"] = kept.texts.to_json() if kept else None
             if requests is not None:
-                record["tool_calls"] = judge_tools(
-                    requests, ours.tools, *(one.tools if one else None for one in (first, again))
-                )
+                before, floor = given or (first.tools if first else None), again.tools if again else None
+                record["tool_calls"] = judge_tools(requests, ours.tools, before, floor)
+                if settings.answers_out:
+                    write_answers(settings.answers_out, requests, ours.tools)
             took = {"started": started.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - begun, 1)}
             yield {"version": VERSION, "tool": __version__} | took | record
 
@@ -151,6 +155,11 @@ def _check(targets: Sequence[Target], baseline: Target | None, settings: Setting
     """UsageError for what makes no sense, before anything is opened."""
     if not (settings.tasks or settings.requests or settings.text):
         raise UsageError("nothing to evaluate on: give --tasks, --tool-calls or --text")
+    for name, file in (("--answers", settings.answers), ("--answers-out", settings.answers_out)):
+        if file and not settings.requests:
+            raise UsageError(f"{name} {file}: holds answers to the requests of --tool-calls; give those as well")
+    if settings.answers_out and len(targets) > 1:
+        raise UsageError(f"--answers-out {settings.answers_out}: is for one TARGET's answers")
     servers = [one.text for one in (*targets, baseline) if one is not None and one.url]
     if settings.text and (baseline is None or servers):
         why = f"{servers[0]} is a server, which gives no distributions" if servers else "give --baseline as well"

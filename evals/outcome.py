@@ -160,6 +160,8 @@ def headline(record: Record) -> str:
         return f"{target} against {baseline}" if baseline else target
     if not baseline:
         return f"{target} on {_all(len(list(leaves(record))), '').strip()}, without a baseline"
+    if missed := [one["text"] for one in record["required"] if not one["held"]]:
+        return f"{target} misses what was required of it against {baseline}: {', '.join(missed)}"
     margin, by = record["settings"].get("margin"), dict[str, list[str]]()
     for name, result in leaves(record):
         by.setdefault(standing(result), []).append(name)
@@ -176,7 +178,16 @@ def headline(record: Record) -> str:
             return f"{target} is not worse than {baseline} by {points} on {_all(len(by['not worse']))}"
     if sure:
         return f"{target} is surely worse than {baseline} on {listed(sure)}"
-    return f"No loss of {target} against {baseline} is seen on {_all(len(list(leaves(record))))}"
+    harder = _perplexity(record)
+    return f"No loss of {target} against {baseline} is seen on {_all(len(list(leaves(record))))}{harder}"
+
+
+def _perplexity(record: Record) -> str:
+    """What the text tells where the tasks are silent: that it is surely less likely, and by more than the noise."""
+    ratio, floor = ((record.get(name) or {}).get("ratio") for name in ("proxies", "floor_proxies"))
+    if not ratio or ratio["low"] is None or ratio["low"] <= max(1.0, (floor or {}).get("high") or 1.0):
+        return ""
+    return f", but its perplexity is {100 * (ratio['mean'] - 1):.2g} % higher"
 
 
 def sentence(record: Record) -> str:

@@ -14,7 +14,8 @@ class Settings:
     """What is asked, and how. Every field but those of the machine (batch, memory, device, way) shapes the numbers.
 
     text: what KL is measured on instead of the tasks' own texts. tokens: how many of it are compared. margin: what a
-    share may lose, as a fraction. floor: whether the baseline runs twice. requests: a file of tool-call requests.
+    share may lose, as a fraction. floor: whether the baseline runs twice. requests: a file of tool-call requests;
+    answers: of answers to them that stand for the baseline's; answers_out: where the target's are to lie.
     metadata: what tasks are told; told: that, and the folder of a tokenizer. max_length: tokens that a text may have.
     served_model, tokenizer, chat, concurrency, timeout, key_file: of servers.
     """
@@ -36,6 +37,8 @@ class Settings:
     text: Path | None = None
     tokens: int = 8192
     requests: Path | None = None
+    answers: Path | None = None
+    answers_out: Path | None = None
     dtype: str = "bfloat16"
     batch: int = 8
     memory: int = 16_000_000_000
@@ -69,6 +72,7 @@ class Settings:
             "chat": self.chat,
             "served_model": self.served_model,
             "tool_calls": _file(self.requests) if self.requests else None,
+            "answers": _file(self.answers) if self.answers else None,
         }
 
 

@@ -14,6 +14,7 @@ import pytest
 import variants
 from pairs import folded
 from safetensors.torch import load_file, save_file
+from test_eval_tools_asked import GLM
 
 from phasefold.cli import main
 
@@ -172,3 +173,26 @@ def test_text_of_ones_own(made: dict[str, Path], tmp_path: Path) -> None:
     assert done.code == 0 and record["tasks"] == {} and record["all"] is None
     assert record["settings"]["text"]["name"] == "some.txt" and 250 <= record["settings"]["text"]["tokens"] <= 600
     assert 0 < record["mean_kl"] < 0.01
+
+
+def test_tool_calls_from_requests_to_page(tmp_path: Path) -> None:
+    """Both ways to a baseline: a model, and a file of answers. The fixture calls nothing; that is a number too."""
+    model, asked = tmp_path / "glm", tmp_path / "requests.jsonl"
+    shutil.copytree(variants.EXAMPLES / "tiny-glm4", model)
+    (model / "chat_template.jinja").write_text(GLM)
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    rows = [
+        {"messages": [{"role": "user", "content": f"Return the {n}"}], "tools": [tool], "max_tokens": 4}
+        for n in "abcdef"
+    ]
+    asked.write_text("\n".join(map(json.dumps, rows)))
+    common = ("--tool-calls", asked, "--gen-kwargs", "temperature=0", "--out", tmp_path)
+    page, kept = tmp_path / "page.md", tmp_path / "answers.jsonl"
+    first = run("eval", model, "-b", model, *common, "--answers-out", kept, "--report", page, "--limit", 5)
+    assert first.code == 0 and "tool calls, 5 requests" in first.out, first.err
+    assert "## Tool calls" in page.read_text() and len(kept.read_text().splitlines()) == 5
+    again = run("eval", model, *common, "--answers", kept, "--limit", 5, "--json")
+    told = json.loads(again.out)["tool_calls"]
+    assert told["triggers"]["compared"] == 5 and told["trigger_rate"]["mean"] == 0 and told["f1"] is None
+    gate = run("eval", model, *common, "--answers", kept, "--require", "tool_calls.f1>=80")
+    assert gate.code == 2 and "none to compare with" in gate.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -337,3 +338,14 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys: pytest.Cap
     with draw_evals.progress(quiet=True) as advance:
         advance("baseline", 3)
     assert capsys.readouterr().err == ""
+
+
+def test_the_headline_says_what_was_missed_and_what_only_the_text_shows(records: dict[str, dict[str, Any]]) -> None:
+    missed = headline(records["three"])
+    assert missed == "glm4-g32 misses what was required of it against tiny-glm4: all>=-0.3"
+    record = json.loads(json.dumps(records["three"] | {"required": []}))
+    record["proxies"]["ratio"] |= {"mean": 1.0381, "low": 1.03, "high": 1.045}
+    record["floor_proxies"]["ratio"] |= {"mean": 1.0, "low": 0.999, "high": 1.001}
+    assert headline(record).endswith("is seen on any of 3 tasks, but its perplexity is 3.8 % higher")
+    record["floor_proxies"]["ratio"]["high"] = 1.035  # no more than the noise
+    assert headline(record).endswith("is seen on any of 3 tasks")
