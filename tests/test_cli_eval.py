@@ -181,11 +181,10 @@ def test_tool_calls_from_requests_to_page(tmp_path: Path) -> None:
     shutil.copytree(variants.EXAMPLES / "tiny-glm4", model)
     (model / "chat_template.jinja").write_text(GLM)
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-    rows = [
-        {"messages": [{"role": "user", "content": f"Return the {n}"}], "tools": [tool], "max_tokens": 4}
-        for n in "abcdef"
-    ]
-    asked.write_text("\n".join(map(json.dumps, rows)))
+    with asked.open("w") as file:
+        for letter in "abcdef":
+            said = [{"role": "user", "content": f"Return the {letter}"}]
+            print(json.dumps({"messages": said, "tools": [tool], "max_tokens": 4}), file=file)
     common = ("--tool-calls", asked, "--gen-kwargs", "temperature=0", "--out", tmp_path)
     page, kept = tmp_path / "page.md", tmp_path / "answers.jsonl"
     first = run("eval", model, "-b", model, *common, "--answers-out", kept, "--report", page, "--limit", 5)
@@ -194,5 +193,5 @@ def test_tool_calls_from_requests_to_page(tmp_path: Path) -> None:
     again = run("eval", model, *common, "--answers", kept, "--limit", 5, "--json")
     told = json.loads(again.out)["tool_calls"]
     assert told["triggers"]["compared"] == 5 and told["trigger_rate"]["mean"] == 0 and told["f1"] is None
-    gate = run("eval", model, *common, "--answers", kept, "--require", "tool_calls.f1>=80")
+    gate = run("eval", model, *common, "--answers", kept, "--require", "tool_calls.f1>=80", "--limit", 5)
     assert gate.code == 2 and "none to compare with" in gate.err

@@ -71,7 +71,8 @@ class Order:
         record_property("device tests", ["host", count, told])
 
 
-# the order in which wrong code would be right by chance, forward, is left out; classes, since `--dist loadscope` gives each to a process
+# forward, the order in which wrong code would be right by chance, is left out
+# classes, since `--dist loadscope` gives each to a process
 class TestBackward(Order):
     order = "backward"
 
