@@ -22,7 +22,7 @@ from plain import Plain
 from phasefold.calib.text import load_tokenizer
 from phasefold.errors import EvalError, UsageError
 from phasefold.evals.asked import OURS
-from phasefold.evals.harness import check_tasks, run_tasks
+from phasefold.evals.harness import _without_seed, check_tasks, metrics_of, run_tasks
 from phasefold.evals.harvest import clusters_of, questions_of
 from phasefold.evals.lm_eval_cli import main
 from phasefold.evals.model import PhasefoldLM
@@ -308,8 +308,31 @@ def test_equal_questions_are_told_apart_and_clusters_are_found() -> None:
     found = clusters_of(samples(*rows))
     assert found is not None
     assert found[0] == found[1] != found[2]
+    assert len(set(clusters_of(samples(*({"document": "d", "subject": "law"} for _ in range(6)))) or ())) == 1
+    assert clusters_of(samples({"subject": "law"}, {"subject": "law"})) is None  # what the task is about
     assert clusters_of(samples({"subject": "law"}, {"subject": "art"})) is None
     assert clusters_of(samples({"subject": "law"}, {})) is None
+
+
+def test_seeds_are_the_commands_and_a_temperature_samples(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"--gen-kwargs seed=3: give --seed"):
+        check_tasks(["toy_answer"], include=[folder], gen_kwargs={"seed": 3})
+    (task,) = check_tasks(["toy_answer"], include=[folder], gen_kwargs={"temperature": 0.6}).tasks.values()
+    assert task.get_config("generation_kwargs")["do_sample"] is True
+    seeded = check_tasks(["toy_answer"], include=[folder]).tasks["toy_answer"]
+    seeded.set_config(key="generation_kwargs", value={"seed": 5}, update=True)
+    assert _without_seed("toy_answer", seeded, {}) == ["task toy_answer: its own seed 5 is left out, --seed counts"]
+    assert "seed" not in seeded.get_config("generation_kwargs")
+
+
+def test_metrics_are_known_before_a_run(lm: PhasefoldLM, folder: Path) -> None:
+    names = ["toy_choice", "toy_cloze", "toy_answer"]
+    before = {name: set(metrics_of(task)) for name, task in check_tasks(names, include=[folder]).tasks.items()}
+    after = {
+        name: {one.metric for one in found}
+        for name, found in run_tasks(lm, names, include=[folder], limit=2).tasks.items()
+    }
+    assert all(after[name] <= before[name] for name in names) and before.keys() == after.keys()
 
 
 def test_lm_evals_own_command_line(folder: Path, tmp_path: Path) -> None:

@@ -174,6 +174,7 @@ def test_targets(tmp_path: Path) -> None:
         ("{a}+nowhere", "no such folder: nowhere"),
         ("{a}@fp8_e4m3", "is for pairs"),
         ("{a}+{a}@fp9", "'fp9' is neither a KV-scale manifest nor one of bf16"),
+        ("{a}+{a}@gone/kv.json", "no such file: gone/kv.json"),
         ("", "no such folder: nothing"),
         ("+{a}", "no such folder: nothing"),
     ],

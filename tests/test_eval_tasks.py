@@ -196,6 +196,7 @@ def test_needles_without_a_tokenizer_count_words() -> None:
     [
         ({"needle_lengths": [60]}, r"a length of 60 tokens has no room for four .* give needle_lengths of 1\d\d"),
         ({"needle_lengths": [10**7]}, r"all docstrings make [\d,]+ tokens, and a length of 10,000,000"),
+        ({"needle_length": [200]}, r"no parameter 'needle_length'; there are needle_lengths, needle_depths"),
         ({"needle_lengths": "long"}, r"needle_lengths is 'long'; expected whole numbers"),
         ({"needle_lengths": []}, r"needle_lengths is \[\]"),
         ({"needle_depths": [50, 101]}, r"needle_depths is \[50, 101\]; expected whole numbers from 0 to 100"),
