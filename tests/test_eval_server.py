@@ -151,6 +151,13 @@ def test_chat_uses_the_servers_template(url: str, ways: Ways, reference: HFLM, c
             ask(asked(kind, arguments))
 
 
+def test_answers_without_text_are_counted(url: str, ways: Ways) -> None:
+    lm = server_lm(url, chat=True)
+    nothing = {"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": None}}
+    ways.odd = json.dumps({"choices": [nothing]}).encode()
+    assert not any(lm.generate_until(generate(*PROMPTS))) and lm.empty == len(PROMPTS)
+
+
 @pytest.mark.parametrize("concurrency", [1, 3])
 @pytest.mark.parametrize("trouble", [{"fail": 2}, {"fail": 2, "status": 429}, {"drop": 2}])
 def test_what_is_over_soon_is_tried_again(
