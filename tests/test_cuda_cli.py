@@ -147,6 +147,7 @@ import os, signal, sys, time
 from phasefold.cli import main
 from phasefold.quantize.shard import ShardWriter
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
 close, closed = ShardWriter.close, []
 
 def closing(writer):
