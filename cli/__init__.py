@@ -19,6 +19,7 @@ from .evals import evaluate
 from .load import load
 from .options import fail
 from .serving import check, launch, pair
+from .size import size
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -31,7 +32,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-for verb in (inspect, recipes, plan, convert, verify, calibrate, kv, check, load, pair, launch):
+for verb in (inspect, recipes, plan, size, convert, verify, calibrate, kv, check, load, pair, launch):
     app.command()(verb)
 app.command("eval")(evaluate)
 
