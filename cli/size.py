@@ -13,7 +13,7 @@ import typer
 
 from ..errors import PlanError, UsageError
 from . import draw, draw_size
-from .options import Json, planned, print_json, size_of
+from .options import Json, Stats, open_stats, planned, print_json, size_of
 from .serving import Ep, Server, Tp
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def size(
     recipe: Annotated[
         str | None, typer.Option("--recipe", "-r", help="Size what this recipe would make of it, without converting.")
     ] = None,
+    stats: Stats = None,
     runtime: Annotated[Server, typer.Option(help="Whose way of cutting and of caching.")] = Server.vllm,
     tp: Tp = 1,
     ep: Ep = 1,
@@ -72,6 +73,8 @@ def size(
     from ..serving.size import Budgets, Gpus, judge_budgets
     from ..serving.size import size as reckon
 
+    if stats is not None and recipe is None:
+        raise UsageError("--stats: only with --recipe; leave it out")
     if gpu_memory is None and (memory_fraction is not None or reserve is not None):
         raise UsageError("--memory-fraction and --reserve: only with --gpu-memory; give that of one GPU")
     gpus = Gpus(
@@ -90,7 +93,7 @@ def size(
     )
     if budgets.kv_tokens is not None and gpus.memory is None:
         raise UsageError("--min-kv-tokens: only with --gpu-memory; give that of one GPU, e.g. 141GB")
-    found = reckon(_survey(source, recipe), gpus)
+    found = reckon(_survey(source, recipe, stats), gpus)
     judged = judge_budgets(found, budgets)
     title = source if recipe is None else f"{source} by {recipe}"
     for file, text in (
@@ -110,14 +113,14 @@ def size(
         raise typer.Exit(3)
 
 
-def _survey(source: str, recipe: str | None) -> Survey:
+def _survey(source: str, recipe: str | None, stats: str | None) -> Survey:
     from ..serving.survey import survey, survey_plan
 
     gc.disable()  # a survey is a million small values without a cycle: the collector would double its time
     try:
         if recipe is None:
             return survey(Path(source))
-        return survey_plan(planned(source, recipe, None, "5GB"))
+        return survey_plan(planned(source, recipe, None, "5GB", open_stats(stats)))
     finally:
         gc.enable()
 

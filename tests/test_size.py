@@ -316,6 +316,7 @@ def test_exit_codes_and_reports(tmp_path: Path) -> None:
         (["--reserve", "1GB"], 2, "only with --gpu-memory"),
         (["--tp", "8", "--ep", "3"], 2, "ep 3 must divide tp 8"),
         (["--tp", "3"], 1, "not divisible by 3 ranks"),
+        (["--stats", "stats"], 2, "--stats: only with --recipe"),
         (["--recipe", "no-such"], 2, "no recipe 'no-such'"),
         (["--markdown", "/no/such/place.md"], 1, "/no/such/place.md: cannot be written"),
         (["--kv-dtype", "fp8_ds_mla"], 1, "glm4_moe has no fp8_ds_mla rows"),

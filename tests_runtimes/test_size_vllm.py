@@ -26,35 +26,42 @@ _OTHER_DTYPE = {
 }
 #: sizes of packed matrices, which vLLM keeps in a dtype of its own, and scales of a cache that nothing is loaded into
 _LEFT_OUT = r"weight_shape$|\.attn\.[qkv]_(scale|zero_point)$"
+#: what the draft model takes over from the main one after its load (llm_base_proposer.py: _maybe_share_*)
+_SHARED = r"|embed_tokens|shared_head\.head"
 
 
-def parameters(folder: Path, tp: int, ep: int, device: str) -> dict[str, list[int]]:
-    command = [sys.executable, str(WORKER), str(folder), str(tp), str(ep), device]
+def parameters(folder: Path, tp: int, ep: int, device: str, model: str) -> dict[str, list[int]]:
+    command = [sys.executable, str(WORKER), str(folder), str(tp), str(ep), device, model]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     line = next((line for line in done.stdout.splitlines() if line.startswith("ANSWER ")), None)
     assert line, done.stderr[-3000:]
     return {
         name: value
         for name, value in json.loads(line.removeprefix("ANSWER ")).items()
-        if not re.search(_LEFT_OUT, name)
+        if not re.search(_LEFT_OUT + _SHARED * (model == "draft"), name)
     }
 
 
-def elements(seen: Survey, roles: tuple[str, ...]) -> int:
-    """Of the matrices and vectors of roles that every GPU holds whole, without MTP layers and scales."""
-    parts = [entry.parts[0] for entry in seen.entries if entry.spec.role in roles and not entry.spec.mtp]
+def elements(seen: Survey, roles: tuple[str, ...], *, mtp: bool) -> int:
+    """Of the matrices and vectors of roles that every GPU holds whole, without their scales."""
+    parts = [entry.parts[0] for entry in seen.entries if entry.spec.role in roles and entry.spec.mtp == mtp]
     return sum(part.nbytes // {"F32": 4, "BF16": 2, "F8_E4M3": 1}[part.dtype] for part in parts)
 
 
-def compare(folder: Path, tp: int, ep: int = 1, device: str = "meta") -> None:
+def compare(folder: Path, tp: int, ep: int = 1, device: str = "meta", *, mtp: bool = False) -> None:
+    """Of the main model, or of what the MTP layer adds."""
     seen = survey(folder)
-    found, held = size(seen, Gpus(Deployment("vllm", tp, ep))), parameters(folder, tp, ep, device)
-    ours = found.per_gpu_bytes
+    held = parameters(folder, tp, ep, device, "draft" if mtp else "main")
+    a_gpu = {name: role.per_gpu for name, role in size(seen, Gpus(Deployment("vllm", tp, ep))).roles.items()}
+    if mtp:
+        both = size(seen, Gpus(Deployment("vllm", tp, ep, mtp=True)))
+        a_gpu = {name: role.per_gpu - a_gpu[name] for name, role in both.roles.items()}
+    ours = sum(a_gpu.values())
     for roles, names in _OTHER_DTYPE.items():
         theirs = {name: held.pop(name) for name in list(held) if re.search(names, name)}
-        assert sum(count for count, _ in theirs.values()) == elements(seen, roles)
-        ours -= sum(found.roles[role].per_gpu for role in roles if role in found.roles)
-    sizes = [p.nbytes for e in seen.entries if not e.spec.mtp for p in e.parts if p.suffix == ".weight_shape"]
+        assert sum(count for count, _ in theirs.values()) == elements(seen, roles, mtp=mtp)
+        ours -= sum(a_gpu.get(role, 0) for role in roles)
+    sizes = [p.nbytes for e in seen.entries if e.spec.mtp == mtp for p in e.parts if p.suffix == ".weight_shape"]
     assert sum(count * width for count, width in held.values()) == ours - sum(sizes) // ep
 
 
@@ -70,7 +77,14 @@ def test_published_models(tmp_path: Path, model: str, tp: int) -> None:
 
 def test_a_planned_artifact(tmp_path: Path) -> None:
     sparse.write("zai-org/GLM-5.2-FP8", tmp_path / "source")
-    compare(planned(tmp_path / "source", "glm-decode-int4", tmp_path / "out"), 8)
+    artifact = planned(tmp_path / "source", "glm-decode-int4", tmp_path / "out")
+    compare(artifact, 8)
+    compare(artifact, 8, mtp=True)
+
+
+def test_an_mtp_layer_in_fp8(tmp_path: Path) -> None:
+    sparse.write("zai-org/GLM-5.2-FP8", tmp_path / "model")
+    compare(tmp_path / "model", 8, mtp=True)
 
 
 @pytest.mark.parametrize(
