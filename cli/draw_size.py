@@ -31,12 +31,13 @@ def sentences(found: Size, gpus: Gpus) -> list[str]:
     ways = [f"TP{at.tp}", *([f"EP{at.ep}"] if at.ep > 1 else ()), *([f"DP{gpus.dp}"] if gpus.dp > 1 else ())]
     ways.append("MTP layer loaded" if at.mtp else "no MTP layer")
     weights = f"{found.per_gpu_bytes:,} bytes ({draw.binary(found.per_gpu_bytes)})"
+    how = ""
     if gpus.count == "even":
-        how = f"of {draw.binary(found.loaded_bytes)} divided evenly, as no runtime does it"
-    else:
-        how = f"{draw.binary(found.replicated_bytes)} of it the same on each"
+        how = f", of {draw.binary(found.loaded_bytes)} divided evenly, as no runtime does it"
+    elif at.tp > 1:
+        how = f", {draw.binary(found.replicated_bytes)} of it the same on each"
     lines = [
-        f"{draw.RUNTIMES[at.runtime]}, {', '.join(ways)}: {weights} a GPU, {how}",
+        f"{draw.RUNTIMES[at.runtime]}, {', '.join(ways)}: {weights} a GPU{how}",
         f"KV cache {gpus.kv}: {found.kv_bytes_per_token:,} bytes a token",
     ]
     if found.kv_tokens is not None and gpus.memory is not None:

@@ -1,8 +1,8 @@
 """Worker: the parameters of vLLM's own model on one rank of several, on a card that it is made to believe in.
 
-python count_vllm.py FOLDER TP EP DEVICE MODEL -> "ANSWER {name: [elements, bytes of one]}". DEVICE: meta, where no weight
-takes memory, or cpu, as placing experts on ranks wants. EP: 1, or as TP. MODEL: main, or draft: the MTP layer. Rank 0 is
-the fullest.
+python count_vllm.py FOLDER TP EP DEVICE MODEL -> "ANSWER {name: [elements, bytes of one]}". DEVICE: meta, where no
+weight takes memory, or cpu, as placing experts on ranks wants. EP: 1, or as TP. MODEL: main, or draft: the MTP layer.
+Rank 0 is the fullest.
 """
 
 from __future__ import annotations
