@@ -7,12 +7,13 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import UsageError
+from ..errors import PhasefoldError, UsageError
 from . import draw, draw_evals
 from .options import Json, ends_cleanly, print_json, size_of, usable_device
 
@@ -171,7 +172,7 @@ def evaluate(
         if file and not Path(file).resolve().parent.is_dir():
             raise UsageError(f"{file}: the folder that it is to lie in is not there")
     before = parse_target(baseline) if baseline else None
-    records = _run(given, before, settings, requirements, folders, proof=proof, quiet=as_json)
+    records, wrong = _run(given, before, settings, requirements, folders, proof=proof, quiet=as_json)
     if as_json:
         print_json(records[0] if len(records) == 1 else records)
     else:
@@ -183,6 +184,8 @@ def evaluate(
     for record, one in failed:
         sentence = f"{record['target']['text']}: required {one['text']}: {one['reason']}"
         print(draw.clean(f"phasefold: {sentence}"), file=sys.stderr)
+    if wrong:
+        raise wrong
     _write(records, report, plot)
     if failed:
         raise typer.Exit(3)
@@ -197,14 +200,17 @@ def _run(
     *,
     proof: bool,
     quiet: bool,
-) -> list[dict[str, Any]]:
-    """Each target's record is judged and kept as soon as it is there: what comes after it may fail."""
+) -> tuple[list[dict[str, Any]], PhasefoldError | None]:
+    """Each target's record is judged and kept as soon as it is there: what comes after it may fail.
+
+    And the first error in that, to be raised when all has been shown: hours of work are not lost to a full disk, nor to
+    a requirement that the run has no figure for.
+    """
     from ..evals.evaluate import evaluate as carry_out
     from ..evals.record import make_ready, write_record
-    from ..evals.require import judge
 
     records: list[dict[str, Any]] = []
-    wrong: UsageError | None = None
+    wrong: PhasefoldError | None = None
     command = shlex.join(["phasefold", *sys.argv[1:]])
     with ends_cleanly("interrupted; targets that were done are kept in evals/"):
         with draw_evals.progress(quiet=quiet) as advance:
@@ -217,15 +223,19 @@ def _run(
             found = carry_out(targets, baseline, settings, advance, ready)
             for folder, record in zip(folders, found, strict=True):
                 record["command"] = command
-                try:
-                    record["required"] = judge(requirements, record, proof=proof)
-                except UsageError as error:  # what the run has not: no reason to lose what took hours, or the rest
-                    wrong = wrong or error
-                write_record(folder, record)
                 records.append(record)
-    if wrong:
-        raise wrong
-    return records
+                for step in (partial(_judge, requirements, record, proof=proof), partial(write_record, folder, record)):
+                    try:
+                        step()
+                    except PhasefoldError as error:
+                        wrong = wrong or error
+    return records, wrong
+
+
+def _judge(requirements: list[Requirement], record: dict[str, Any], *, proof: bool) -> None:
+    from ..evals.require import judge
+
+    record["required"] = judge(requirements, record, proof=proof)
 
 
 def _check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -58,6 +59,8 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> Path:
             raise EvalError(f"{path}: is there with another content; records are never overwritten: move it away")
         atomic_write(path, data)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            path.with_name(path.name + ".partial").unlink(missing_ok=True)
         raise EvalError(f"{path}: cannot be written ({error.strerror})") from None
     return path
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -155,6 +157,19 @@ def test_wrong_usage_is_one_line(arguments: tuple, reason: str, tmp_path: Path, 
 def test_a_server_needs_a_place_for_results(monkeypatch, capsys) -> None:
     assert _refused(monkeypatch, "http://127.0.0.1:9/v1", *TASKS) == 2
     assert "--out" in capsys.readouterr().err
+
+
+def test_a_full_disk_loses_no_result(tmp_path: Path, monkeypatch, capsys) -> None:
+    def full(path: Path, data: bytes) -> None:
+        path.with_name(path.name + ".partial").write_bytes(data[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("phasefold.evals.record.atomic_write", full)
+    asked = ("--tasks", "docstring_cloze", "--limit", 2, "--out", tmp_path)
+    assert _refused(monkeypatch, SOURCE, *asked) == 1
+    shown = capsys.readouterr()
+    assert "docstring_cloze" in shown.out and "cannot be written (No space left on device)" in shown.err
+    assert not list((tmp_path / "evals").iterdir())  # nothing that looks like a record
 
 
 def _refused(monkeypatch, *arguments: object) -> object:
