@@ -41,6 +41,10 @@ class UsageError(PhasefoldError):
     """An option has no meaning, or no such value, whatever the checkpoint holds: change the command."""
 
 
+class HubError(PhasefoldError):
+    """The Hub cannot be asked, refuses, or holds something else: see the repo, the token, the connection."""
+
+
 class EvalError(PhasefoldError):
     """An evaluation cannot be carried out, or two cannot be compared: see which task, model or file, and mend it."""
 
