@@ -15,6 +15,7 @@ from .. import __version__
 from ..errors import PhasefoldError, UsageError
 from .artifacts import convert, inspect, plan, recipes, verify
 from .calibration import calibrate, kv
+from .diff import diff
 from .evals import evaluate
 from .load import load
 from .options import fail
@@ -32,7 +33,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-for verb in (inspect, recipes, plan, size, convert, verify, calibrate, kv, check, load, pair, launch):
+for verb in (inspect, recipes, plan, size, diff, convert, verify, calibrate, kv, check, load, pair, launch):
     app.command()(verb)
 app.command("eval")(evaluate)
 

@@ -43,7 +43,7 @@ def plan(made: Plan, tp: Mapping[str, int]) -> None:
     from ..quantize.summary import transitions
 
     before, after = made.checkpoint.total_size, made.output_bytes
-    say(f"{made.checkpoint.folder}: {made.family} ({made.architecture})")
+    say(f"{made.checkpoint.label}: {made.family} ({made.architecture})")
     share = f"{after / before:.0%} of {before:,}"
     print(f"{made.recipe.name}: {after:,} bytes ({binary(after)}), {share}")
     print(f"{len(made.weight_map):,} tensors in {many(len(made.shards), 'shard')}")

@@ -70,7 +70,7 @@ def account(checkpoint: Checkpoint) -> Account:
     if missing:
         more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
         raise CheckpointError(
-            f"{checkpoint.folder}: {missing[0]}{more} missing: the config calls for it, no shard has it"
+            f"{checkpoint.label}: {missing[0]}{more} missing: the config calls for it, no shard has it"
         )
     for module, found in modules.items():
         _refuse_unknown(module, found, checkpoint)
@@ -136,13 +136,13 @@ def held_config(checkpoint: Checkpoint, model: Model) -> Any:
     keys = ("quantization_config", "compression_config")
     held = [part[key] for part in (checkpoint.config, model.text) for key in keys if part.get(key)]
     if any(config != held[0] for config in held):
-        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: two quantization configs that differ; keep one")
+        raise CheckpointError(f"{checkpoint.label}/config.json: two quantization configs that differ; keep one")
     return held[0] if held else None
 
 
 def _where(module: str, found: Mapping[str, Part], checkpoint: Checkpoint) -> str:
     name = module + next(iter(found))
-    return f"{checkpoint.folder / checkpoint.tensors[name].file}: {name}"
+    return f"{checkpoint.label}/{checkpoint.tensors[name].file}: {name}"
 
 
 def _refuse_unknown(module: str, found: Mapping[str, Part], checkpoint: Checkpoint) -> None:
@@ -168,5 +168,5 @@ def _refuse_stray_shards(checkpoint: Checkpoint, items: list[Item]) -> None:
             file = checkpoint.tensors[item.module + part.suffix].file
             if file in checkpoint.unindexed and not item.spec.mtp:
                 raise CheckpointError(
-                    f"{checkpoint.folder}: shard {file}, which the index lacks, holds {item.spec.name}"
+                    f"{checkpoint.label}: shard {file}, which the index lacks, holds {item.spec.name}"
                 )

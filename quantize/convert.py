@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..errors import PlanError
 from ..formats import formats
-from ..formats.checkpoint import INDEX, MANIFEST, WORK, side_files
+from ..formats.checkpoint import CARD, INDEX, MANIFEST, WORK, side_files
 from ..formats.manifest import Manifest
 from ..formats.statistics import Statistics
 from . import kernels, output
@@ -126,8 +126,12 @@ def _finish(plan: Plan, out: Path, sides: Iterable[str], claim: output.Claim) ->
     records = output.finished_shards(out, plan)
     files = {shard.file: {k: records[shard.file][k] for k in ("bytes", "sha256")} for shard in plan.shards}
     with output.writing(out):
+        for left in out.glob(f"*{output.PARTIAL}"):  # of a process that was killed, and whose shard another has made
+            left.unlink(missing_ok=True)
         for name in sides:
-            files[name] = output.copy_side_file(plan.checkpoint.folder / name, out / name)
+            copied = output.copy_side_file(plan.checkpoint.folder / name, out / name)
+            if name != CARD:
+                files[name] = copied
         index = {"metadata": {"total_size": plan.output_bytes}, "weight_map": plan.weight_map}
         for name, data in ((INDEX, output.to_json(index, indent=2)), ("config.json", plan.config)):
             files[name] = output.file_entry(data)

@@ -91,9 +91,7 @@ def settle(
     beyond 2^64, or a source that is folded already; CheckpointError for a model that cannot be folded.
     """
     if held(checkpoint):
-        raise PlanError(
-            f"{checkpoint.folder}: is folded already (see its {MANIFEST}); give --unfold, or its own source"
-        )
+        raise PlanError(f"{checkpoint.label}: is folded already (see its {MANIFEST}); give --unfold, or its own source")
     asked = {str(layer): {part: e for part, e in parts.items() if e} for layer, parts in wanted.items()}
     for layer, parts in asked.items():
         for part, exponent in parts.items():
@@ -136,7 +134,7 @@ def check_unfold(checkpoint: Checkpoint) -> Folding:
     """
     folding = held(checkpoint)
     if not folding:
-        raise PlanError(f"{checkpoint.folder}: no {MANIFEST} there says that it is folded; there is nothing to unfold")
+        raise PlanError(f"{checkpoint.label}: no {MANIFEST} there says that it is folded; there is nothing to unfold")
     reader, buffers = Reader(checkpoint), Buffers()
     try:
         for place in _places(account(checkpoint), folding):
@@ -157,7 +155,7 @@ def scalings(checkpoint: Checkpoint, found: Account, extras: Extras) -> dict[str
     """
     if extras.held != held(checkpoint):
         raise PlanError(
-            f"{checkpoint.folder}: is folded (see its {MANIFEST}), which this job was not told; take it from there"
+            f"{checkpoint.label}: is folded (see its {MANIFEST}), which this job was not told; take it from there"
         )
     applied: dict[str, dict[str, int]] = {}
     for layer in extras.folding.keys() | extras.held.keys():

@@ -71,7 +71,7 @@ def notes(checkpoint: Checkpoint, recipe: str, units: list[Unit], statistics: Ma
 
 def _command(checkpoint: Checkpoint, roles: list[str]) -> str:
     hessians = f" --hessians {','.join(roles)}" if roles else ""
-    return f"phasefold calibrate {checkpoint.folder} --text TEXT --out STATS{hessians}"
+    return f"phasefold calibrate {checkpoint.label} --text TEXT --out STATS{hessians}"
 
 
 def check_statistics(plan: Plan, statistics: Statistics) -> None:
@@ -83,7 +83,7 @@ def check_statistics(plan: Plan, statistics: Statistics) -> None:
         raise PlanError(f"{where}: not the statistics that this job was planned with; plan it again with these")
     if (theirs := statistics.about["architecture"]) != plan.architecture:
         raise PlanError(
-            f"{where}: of another model: calibrated on {theirs}, {plan.checkpoint.folder} is {plan.architecture}"
+            f"{where}: of another model: calibrated on {theirs}, {plan.checkpoint.label} is {plan.architecture}"
         )
     shapes: dict[str, Shape] = {}
     for file in sorted(set(statistics.files.values())):
@@ -94,14 +94,14 @@ def check_statistics(plan: Plan, statistics: Statistics) -> None:
         module = name.removesuffix(".tokens")
         if module != name and ".cache." not in name and ".experts.pool." not in name:
             if not any(f"{module}{suffix}" in held for suffix in (".weight", ".weight_packed")):
-                raise PlanError(f"{where}: of another model: they know {module}, which {plan.checkpoint.folder} lacks")
+                raise PlanError(f"{where}: of another model: they know {module}, which {plan.checkpoint.label} lacks")
     mtp = {spec.name.removesuffix(".weight") for spec in identify(plan.checkpoint.config).tensors() if spec.mtp}
     hessians: dict[str, bool] = {}
     judged: dict[str, bool] = {}
     for unit in filter(guided, plan.units()):
         source, pool, columns = input_of(unit.module), pool_of(unit.module), unit.shape[1]
         if f"{unit.module}.tokens" not in shapes and unit.module not in mtp:
-            raise PlanError(f"{where}: nothing about {unit.module} in it; calibrate {plan.checkpoint.folder} itself")
+            raise PlanError(f"{where}: nothing about {unit.module} in it; calibrate {plan.checkpoint.label} itself")
         expected = {f"{unit.module}.second_moment": (columns,), f"{source}.hessian": (columns, columns)}
         for name, shape in expected.items():
             if shapes.get(name, shape) != shape:

@@ -104,7 +104,7 @@ def with_kv_scales(extras: Extras, path: Path, kv: KVScales, checkpoint: Checkpo
     """
     _refuse_misfit(path, kv, checkpoint, model)
     if reason := other_folding(kv, checkpoint):
-        raise PlanError(f"{path}: {reason}; calibrate {checkpoint.folder} itself")
+        raise PlanError(f"{path}: {reason}; calibrate {checkpoint.label} itself")
     return replace(extras, kv=_about(kv, checkpoint), kv_scales=kv.tensors("vllm"))
 
 
@@ -128,7 +128,7 @@ def with_folding(extras: Extras, path: Path, kv: KVScales, checkpoint: Checkpoin
     """
     _refuse_misfit(path, kv, checkpoint, model)
     if kv.source["folding"] and (reason := other_folding(kv, checkpoint)):
-        raise PlanError(f"{path}: {reason}; calibrate {checkpoint.folder} itself")
+        raise PlanError(f"{path}: {reason}; calibrate {checkpoint.label} itself")
     scales = {layer.layer: {name: part.scale for name, part in layer.parts.items()} for layer in kv.layers}
     found = settled(checkpoint, exponents(scales))
     return replace(extras, folding=found.folding, lowered=found.lowered, folded_by=_about(kv, checkpoint))
@@ -136,7 +136,7 @@ def with_folding(extras: Extras, path: Path, kv: KVScales, checkpoint: Checkpoin
 
 def _refuse_misfit(path: Path, kv: KVScales, checkpoint: Checkpoint, model: Model) -> None:
     if reason := misfit(kv, model):
-        raise PlanError(f"{path}: not of the model in {checkpoint.folder}: {reason}; calibrate that one")
+        raise PlanError(f"{path}: not of the model in {checkpoint.label}: {reason}; calibrate that one")
 
 
 def _about(kv: KVScales, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from .. import __version__
 from ..errors import CheckpointError, PlanError, ResumeError
-from ..formats.checkpoint import MANIFEST, WORK, Checkpoint, side_files
+from ..formats.checkpoint import CARD, MANIFEST, WORK, Checkpoint, side_files
 from ..formats.manifest import Manifest, read_manifest
 from .plan import Plan
 
@@ -189,16 +189,14 @@ def _note_job(out: Path, plan: Plan, algebra: Iterable[str]) -> Claim:
     return Claim(gone, places)
 
 
-def stamps(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """Size and time of change (nanoseconds) of each of a source's shards."""
-    try:
-        found = {file: (checkpoint.folder / file).stat() for file in checkpoint.sizes}
-    except OSError as error:
-        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
-    return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in found.items()}
+def stamps(checkpoint: Checkpoint) -> dict[str, list[int | str]]:
+    """What tells each of a source's shards from another of its name: size and time of change, or hash."""
+    return {file: checkpoint.shards.stamp(file) for file in checkpoint.heads}
 
 
-def refuse_changed(out: Path, before: Any, now: Mapping[str, list[int]], checkpoint: Checkpoint, done: str) -> None:
+def refuse_changed(
+    out: Path, before: Any, now: Mapping[str, list[int | str]], checkpoint: Checkpoint, done: str
+) -> None:
     """ResumeError where a source's files are not those that a job began with: what is done may be of other weights."""
     if not isinstance(before, dict) or before == now:
         return
@@ -296,7 +294,7 @@ def check_finished(out: Path, plan: Plan) -> Manifest:
     for name, entry in manifest.files.items():
         if not (out / name).is_file() or (out / name).stat().st_size != entry["bytes"]:
             raise ResumeError(f"{out}: was finished, but {name} is missing or has another size; give a new folder")
-    for name in side_files(plan.checkpoint.folder):
+    for name in set(side_files(plan.checkpoint.folder)) - {CARD}:
         with open(plan.checkpoint.folder / name, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != manifest.files.get(name, {}).get("sha256"):
                 raise ResumeError(f"{out}: was finished, but the source's {name} has changed since; give a new folder")

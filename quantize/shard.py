@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..errors import ResumeError
 from . import output
 from .kernels import Buffer
 from .units import Shard, Unit
@@ -45,10 +47,20 @@ class ShardWriter:
     def __init__(self, out: Path, shard: Shard) -> None:
         self.out, self.shard = out, shard
         self._path = out / (shard.file + output.PARTIAL)
-        self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.fchmod(self._handle, 0o644)
-        os.ftruncate(self._handle, shard.size)
-        self.write(shard.header, 0)
+        self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:  # two processes that write one file would each hash what the other has cut off
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._handle)
+            raise ResumeError(f"{self._path}: another process is writing it") from None
+        try:
+            os.fchmod(self._handle, 0o644)
+            os.ftruncate(self._handle, 0)
+            os.ftruncate(self._handle, shard.size)
+            self.write(shard.header, 0)
+        except BaseException:
+            self.abandon()
+            raise
         self._lock, self._hashing = threading.Lock(), threading.Lock()
         self._digest, self._hashed = hashlib.sha256(), 0
         pieces = sorted((o.offset, o.part.nbytes, unit.module) for unit in shard.units for o in unit.outputs)
@@ -109,4 +121,5 @@ class ShardWriter:
     def abandon(self) -> None:
         """Let a half-written shard go."""
         with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
             os.close(self._handle)

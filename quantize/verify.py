@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import PhasefoldError, VerifyError
 from ..formats import formats
 from ..formats.checkpoint import (
+    CARD,
     INDEX,
     MANIFEST,
     OTHER_WEIGHTS,
@@ -114,8 +115,8 @@ def _check_files(artifact: Path, manifest: Manifest, workers: int, progress: Cal
             progress(size)
         return None
 
-    with ThreadPoolExecutor(workers) as pool:
-        problems += [problem for problem in pool.map(one, manifest.files) if problem]
+    with ThreadPoolExecutor(workers) as pool:  # the card is not the artifact's, and older manifests list it
+        problems += [problem for problem in pool.map(one, sorted({*manifest.files} - {CARD})) if problem]
     for path in sorted(artifact.rglob("*")):
         name = path.relative_to(artifact).as_posix()
         if name in manifest.files or name == MANIFEST or path.is_dir():
@@ -145,7 +146,7 @@ def _compare(
 ) -> None:
     if plan.digest != manifest.plan:
         verdict.problems.append(
-            f"{plan.checkpoint.folder}: this phasefold plans the job otherwise than {manifest.tool} did, which made it"
+            f"{plan.checkpoint.label}: this phasefold plans the job otherwise than {manifest.tool} did, which made it"
         )
         return
     theirs, ours = Reader(plan.checkpoint), Reader(checkpoint)

@@ -37,12 +37,14 @@ class _Open:
 class Tasks:
     """Hands out the units of a job, shard after shard, and closes each shard with its last unit.
 
+    closed: told the name of each shard that is finished.
     stop: set when a worker has failed or the job is interrupted; all then end soon.
     """
 
     out: Path
     shards: list[Shard]
     progress: Progress | None
+    closed: Callable[[str], None]
     stop: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _opened: list[_Open] = field(default_factory=list)
@@ -75,6 +77,7 @@ class Tasks:
             return
         if writer.finish_unit(unit, outcome):
             writer.close()
+            self.closed(writer.shard.file)
             with self._lock:
                 self._opened = [shard for shard in self._opened if shard.writer is not writer]
         if self.progress:
@@ -85,8 +88,11 @@ class Tasks:
         """Let half-written shards go."""
         for shard in self._opened:
             shard.writer.abandon()
-        for path in self.out.glob(f"*{output.PARTIAL}"):
-            path.unlink(missing_ok=True)
+
+
+def source_tensors(shard: Shard) -> list[str]:
+    """What is read for an output shard, in the order of its units."""
+    return [unit.module + part.suffix for unit in shard.units for part in unit.source]
 
 
 def write_shards(
@@ -101,7 +107,9 @@ def write_shards(
     """Write shards by `workers` threads, each of which works on a unit at a time, or by the lanes of cards."""
     if not shards:
         return
-    reader, tasks = Reader(plan.checkpoint), Tasks(out, shards, progress)
+    reader = Reader(plan.checkpoint)
+    reader.expect([(shard.file, source_tensors(shard)) for shard in shards])
+    tasks = Tasks(out, shards, progress, reader.let_go)
 
     def work() -> None:
         buffers = Buffers()

@@ -57,7 +57,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, float]:
     """Name -> value of the KV scales of a checkpoint's decoder layers that vLLM would read."""
     names = [s.name for s in identify(checkpoint.config).tensors() if s.role == ROLE and not s.mtp]
     values = {
-        name: read_number(checkpoint.folder, checkpoint.tensors[name]) for name in names if name in checkpoint.tensors
+        name: read_number(checkpoint.shards, checkpoint.tensors[name]) for name in names if name in checkpoint.tensors
     }
     return {name: value for name, value in values.items() if value is not None}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,12 +12,13 @@ from ..errors import CheckpointError
 from ..formats.checkpoint import (
     INDEX,
     STRAY_CONFIG,
+    Place,
+    Shards,
     Stored,
     natural,
     parse_header,
     parse_json,
     read_file,
-    read_header,
     read_index,
 )
 
@@ -42,20 +43,20 @@ def stray_config(folder: Path) -> tuple[tuple[str, Any], ...]:
     return ((STRAY_CONFIG, value.get("quantization", value) if isinstance(value, dict) else value),)
 
 
-def read_shards(folder: Path, listed: list[str]) -> tuple[dict[str, Stored], list[Fault], set[str]]:
+def read_shards(place: Place) -> tuple[dict[str, Stored], list[Fault], set[str]]:
     """Every tensor of every shard that can be read, what is wrong with the others, and their names."""
     tensors: dict[str, Stored] = {}
     faults, broken = [], set()
-    shards = sorted((name for name in listed if name.endswith(".safetensors")), key=natural)
+    shards = place.shards.names()
     if not shards:
-        faults.append(Fault(str(folder), "no *.safetensors file in it; no runtime finds weights", "error", "none"))
+        faults.append(Fault(place.label, "no *.safetensors file in it; no runtime finds weights", "error", "none"))
     for shard in shards:
         try:
-            size, raw = read_header(folder / shard)
-            found = list(parse_header(raw, size, shard, folder / shard))
+            size, raw = next(place.shards.heads([shard]))
+            found = list(parse_header(raw, size, shard, f"{place.label}/{shard}"))
         except CheckpointError as error:
             broken.add(shard)
-            why = str(error).removeprefix(f"{folder / shard}: ")
+            why = str(error).removeprefix(f"{place.label}/{shard}: ")
             faults.append(Fault(shard, f"cannot be read ({why}); fetch it again", "error", "unreadable"))
             continue
         for name, stored in found:
@@ -67,7 +68,7 @@ def read_shards(folder: Path, listed: list[str]) -> tuple[dict[str, Stored], lis
 
 
 def compare_with_index(
-    folder: Path, tensors: Mapping[str, Stored], broken: set[str], mtp: set[str], twice: set[str]
+    place: Place, tensors: Mapping[str, Stored], broken: set[str], mtp: set[str], twice: set[str]
 ) -> tuple[frozenset[str] | None, list[Fault]]:
     """What the index says that the headers do not; -> modules that it promises in vain, and the faults.
 
@@ -75,13 +76,13 @@ def compare_with_index(
     mtp: modules of MTP layers, which may lie in a file that the index does not name.
     """
     try:
-        index, total = read_index(folder)
+        index, total = read_index(place.folder)
     except CheckpointError as error:
-        why = str(error).removeprefix(f"{folder / INDEX}: ")
+        why = str(error).removeprefix(f"{place.folder / INDEX}: ")
         return None if broken else frozenset(), [Fault(INDEX, f"cannot be used ({why})", "error", "index")]
     if not index:
         return None if broken else frozenset(), []
-    faults = list(_index_faults(folder, index, tensors, broken, mtp, twice))
+    faults = list(_index_faults(place, index, tensors, broken, mtp, twice))
     indexed = set(index.values())
     held = sum(stored.nbytes for stored in tensors.values() if stored.file in indexed)
     if total is not None and total != held and not faults and not broken:
@@ -94,7 +95,7 @@ def compare_with_index(
 
 
 def _index_faults(
-    folder: Path,
+    place: Place,
     index: Mapping[str, str],
     tensors: Mapping[str, Stored],
     broken: set[str],
@@ -102,7 +103,7 @@ def _index_faults(
     twice: set[str],
 ) -> Iterator[Fault]:
     indexed = set(index.values())
-    absent = {shard for shard in indexed if not (folder / shard).exists()}
+    absent = indexed - set(place.shards.names())
     for shard in sorted(absent, key=natural):
         yield Fault(shard, f"is missing, although {INDEX} names it; the runtime stops; fetch it", "error", "shard")
     for name, shard in index.items():
@@ -122,14 +123,16 @@ def _index_faults(
             yield Fault(name, message, "warning", "unlisted")
 
 
-def read_number(folder: Path, stored: Stored) -> float | None:
+def read_number(shards: Shards, stored: Stored) -> float | None:
     """The value of a tensor with one element; None where it is of an integer or an unusual dtype, or not there."""
-    try:
-        with open(folder / stored.file, "rb") as file:
-            raw = os.pread(file.fileno(), stored.nbytes, stored.offset)
-    except OSError:
-        return None
-    if stored.dtype == "BF16" and len(raw) == 2:
-        raw = b"\0\0" + raw
     code = "<f" if stored.dtype == "BF16" else _NUMBERS.get(stored.dtype, "")
-    return float(struct.unpack(code, raw)[0]) if code and len(raw) == struct.calcsize(code) else None
+    if not code or math.prod(stored.shape) != 1:
+        return None
+    raw, reader = bytearray(stored.nbytes), shards.open()
+    try:
+        reader.read(stored.file, stored.offset, memoryview(raw), "a number")
+    except CheckpointError:
+        return None
+    finally:
+        reader.close()
+    return float(struct.unpack(code, b"\0\0" + raw if stored.dtype == "BF16" else raw)[0])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError
 from ..families import Model, TensorSpec, identify
 from ..formats import PLAIN, Part, Shape, recognise
-from ..formats.checkpoint import STRAY_CONFIG, WORK, parse_json, read_file
+from ..formats.checkpoint import STRAY_CONFIG, WORK, Place, in_folder, parse_json, read_file
 from ..quantize.naming import Built, Module
 from ..quantize.plan import Plan
 from ..quantize.resolve import Answer, read
@@ -139,8 +139,10 @@ class Survey:
         return self._answers[runtime]
 
 
-def survey(folder: Path) -> Survey:
-    """Read a folder. Raises CheckpointError where there is no config.json that a family answers to."""
+def survey(where: Path | Place) -> Survey:
+    """Read a checkpoint. Raises CheckpointError where there is no config.json that a family answers to."""
+    place = in_folder(where)
+    folder = place.folder
     try:
         listed = os.listdir(folder)
     except OSError as error:
@@ -148,17 +150,17 @@ def survey(folder: Path) -> Survey:
     if WORK in listed and "config.json" not in listed:
         raise CheckpointError(f"{folder}: unfinished; give the same convert command again to go on")
     config = parse_json(read_file(folder / "config.json"), folder / "config.json")
-    tensors, faults, broken = read_shards(folder, listed)
+    tensors, faults, broken = read_shards(place)
     model = identify(config)
     specs = model.tensors()
     own_file = {_module(spec.name) for spec in specs if spec.mtp}
     twice = {fault.subject for fault in faults if fault.kind == "twice"}
-    lost, more = compare_with_index(folder, tensors, broken, own_file, twice)
+    lost, more = compare_with_index(place, tensors, broken, own_file, twice)
     stray = stray_config(folder) if STRAY_CONFIG in listed else ()
     parts = ((name, Part("", stored.dtype, stored.shape)) for name, stored in tensors.items())
 
     def number(name: str) -> float | None:
-        return read_number(folder, tensors[name])
+        return read_number(place.shards, tensors[name])
 
     return _survey(config, specs, parts, (*faults, *more), lost, stray, number)
 
@@ -180,7 +182,7 @@ def survey_plan(plan: Plan) -> Survey:
         if name in added:
             return added[name]
         stored = source.tensors.get(copied.get(name, ""))
-        return read_number(source.folder, stored) if stored else None
+        return read_number(source.shards, stored) if stored else None
 
     return _survey(config, identify(config).tensors(), parts, (), frozenset(), (), number)
 

@@ -12,7 +12,7 @@ import torch
 
 from phasefold.families import TensorSpec
 from phasefold.formats import Part, formats, recognise
-from phasefold.formats.checkpoint import Checkpoint, Reader, Stored
+from phasefold.formats.checkpoint import Checkpoint, Reader, Stored, in_folder
 from phasefold.quantize import blocks, output
 from phasefold.quantize.account import Item
 from phasefold.quantize.blocks import Buffers
@@ -114,7 +114,7 @@ def carry_out(parts: Raw, shape: tuple[int, int], name: str, target: str, folder
             file.write(data)
             tensors[f"m{suffix}"] = Stored(dtype, stored, "source", offset, len(data))
             offset += len(data)
-    checkpoint = Checkpoint(folder, {}, b"", tensors, {"source": offset}, frozenset(), "")
+    checkpoint = Checkpoint(in_folder(folder), {}, b"", tensors, {"source": (offset, 0, b"")}, frozenset())
     found = tuple(Part(suffix, dtype, stored) for suffix, (dtype, stored, _) in parts.items())
     item = Item(TensorSpec("m.weight", shape, "routed_expert", linear=True), "m", found, formats()[name])
     unit = make_unit(Choice(item, formats()[target], Rule(("*",), target)))
