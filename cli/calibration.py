@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UsageError
+from ..hub.api import parse
 from . import draw
 from .options import Json, Source, ends_cleanly, open_source, print_json, size_of, usable_device
 
@@ -67,6 +68,8 @@ def calibrate(
         os.environ.setdefault(cache, "16")
     with ends_cleanly("interrupted; finished layers are kept, give the same command again to go on"):
         limit = size_of(memory)
+        if address := parse(source):
+            raise UsageError(f"{source}: statistics need the weights at hand; first `phasefold pull {address} DIR`")
         checkpoint = open_source(source)
         from ..calib.model import Source as Opened
         from ..calib.run import Job, Options

@@ -16,16 +16,21 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ..errors import CheckpointError, LoadError, UsageError
+from ..errors import LoadError, UsageError
 from . import draw
 
 if TYPE_CHECKING:
-    from ..formats.checkpoint import Checkpoint
+    from ..formats.checkpoint import Checkpoint, Place
     from ..formats.statistics import Statistics
     from ..quantize.extras import Extras
     from ..quantize.plan import Plan
 
-Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a Kimi or GLM checkpoint.")]
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE", help="A Kimi or GLM checkpoint: a folder, or a repo org/name[@revision]."
+    ),
+]
 RecipeName = Annotated[
     str, typer.Option("--recipe", "-r", help="Name of a recipe that ships, or path of a .toml file.")
 ]
@@ -61,7 +66,12 @@ KvFile = Annotated[
     typer.Option("--kv", metavar="FILE", help="What `kv` wrote: its scales become tensors, where vLLM reads any."),
 ]
 ShardSize = Annotated[str, typer.Option(help="Largest size of an output shard, with a unit: 5GB, 4GiB.")]
-Artifact = Annotated[str, typer.Argument(metavar="ARTIFACT", help="Folder of a checkpoint, ours or anybody's.")]
+Artifact = Annotated[
+    str,
+    typer.Argument(
+        metavar="ARTIFACT", help="A checkpoint, ours or not: a folder, or a repo org/name[@revision]."
+    ),
+]
 SharedFusion = Annotated[
     bool, typer.Option(help="SGLang may fuse shared experts (it runs without --disable-shared-experts-fusion).")
 ]
@@ -69,12 +79,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 Workers = Annotated[int | None, typer.Option(min=1, max=256, help="Threads; as many as there are cores if not given.")]
 
 
+def place_of(source: str) -> Path | Place:
+    """A folder; or a repo of the Hub, where the text names one and no such folder is there."""
+    from ..hub.api import parse
+
+    if (address := parse(source)) is None:
+        return Path(source)
+    from ..hub.repo import open_repo
+
+    return open_repo(address, notice=draw.notice)
+
+
 def open_source(source: str) -> Checkpoint:
     from ..formats.checkpoint import open_checkpoint
 
-    if not os.path.exists(source) and re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", source):
-        raise CheckpointError(f"{source}: no such folder; download the repo first, this version reads folders only")
-    return open_checkpoint(Path(source))
+    return open_checkpoint(place_of(source))
 
 
 def open_stats(folder: str | None) -> Statistics | None:

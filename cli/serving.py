@@ -12,7 +12,7 @@ import typer
 
 from ..errors import UsageError
 from . import draw
-from .options import Artifact, Json, SharedFusion, ends_cleanly, usable_device
+from .options import Artifact, Json, SharedFusion, ends_cleanly, place_of, usable_device
 from .verdict import given, merged, pointing_to_check, told
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def check(
 
     names = [str(runtime)] if runtime else ["vllm", "sglang"]
     gc.disable()  # see options.planned
-    seen = survey(Path(artifact))
+    seen = survey(place_of(artifact))
     plans = [
         Deployment(name, tp, ep, sm, kv_dtype, page_size, attention_backend, shared_fusion=shared_fusion)
         for name in names

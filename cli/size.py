@@ -13,7 +13,7 @@ import typer
 
 from ..errors import PlanError, UsageError
 from . import draw, draw_size
-from .options import Json, Stats, open_stats, planned, print_json, size_of
+from .options import Artifact, Json, Stats, open_stats, place_of, planned, print_json, size_of
 from .serving import Ep, Server, Tp
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Count(StrEnum):
 
 
 def size(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a checkpoint, ours or anybody's.")],
+    source: Artifact,
     recipe: Annotated[
         str | None, typer.Option("--recipe", "-r", help="Size what this recipe would make of it, without converting.")
     ] = None,
@@ -119,7 +119,7 @@ def _survey(source: str, recipe: str | None, stats: str | None) -> Survey:
     gc.disable()  # a survey is a million small values without a cycle: the collector would double its time
     try:
         if recipe is None:
-            return survey(Path(source))
+            return survey(place_of(source))
         return survey_plan(planned(source, recipe, None, "5GB", open_stats(stats)))
     finally:
         gc.enable()

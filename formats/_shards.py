@@ -65,6 +65,10 @@ class ShardReader(Protocol):
         """A step is done."""
         ...
 
+    def give_up(self) -> None:
+        """Whoever waits for bytes is to wait no longer; from any thread."""
+        ...
+
     def close(self) -> None:
         """No other thread may be reading."""
         ...
@@ -95,11 +99,22 @@ class Shards(Protocol):
 
 
 class Place(NamedTuple):
-    """Where a checkpoint is: the folder of its small files, and its shards. label: what people call it."""
+    """Where a checkpoint is: the folder of its small files, and its shards.
+
+    label: what messages call it. repo: that on the Hub and its commit, where it is there.
+    """
 
     folder: Path
     shards: Shards
     label: str
+    repo: tuple[str, str] | None = None
+
+    def identity(self) -> dict[str, str]:
+        """What a manifest says of it: name, and the repo and revision of one on the Hub."""
+        if self.repo is None:
+            return {"name": self.folder.resolve().name}
+        repo, revision = self.repo
+        return {"name": repo.rpartition("/")[2], "repo": repo, "revision": revision}
 
 
 def in_folder(place: Path | Place) -> Place:
@@ -189,6 +204,9 @@ class FolderReader:
     def let_go(self, step: str) -> None:
         """Nothing to do."""
 
+    def give_up(self) -> None:
+        """Nothing to do: nobody waits."""
+
     def close(self) -> None:
         """See `ShardReader`."""
         for held in self._all:
@@ -243,18 +261,21 @@ def read_header(path: Path) -> tuple[int, bytes]:
             raise CheckpointError(f"{path}: is no file")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= length <= min(size - 8, MAX_HEADER):
-                raise CheckpointError(
-                    f"{path}: not a safetensors file: a header of {length:,} bytes in a file of {size:,}"
-                )
+            length = header_length(file.read(8), size, path)
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     if len(raw) != length:
         raise CheckpointError(f"{path}: ends within its header")
     return size, raw
+
+
+def header_length(prefix: bytes, size: int, where: Path | str) -> int:
+    """Bytes of a shard's header, from its first eight bytes. Raises CheckpointError where that cannot be."""
+    length: int = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+    if not 2 <= length <= min(size - 8, MAX_HEADER):
+        raise CheckpointError(f"{where}: not a safetensors file: a header of {length:,} bytes in a file of {size:,}")
+    return length
 
 
 def parse_header(raw: bytes, size: int, file: str, where: Path | str) -> Iterator[tuple[str, Stored]]:

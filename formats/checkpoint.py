@@ -25,6 +25,7 @@ from ._shards import (
     ShardReader,
     Shards,
     Stored,
+    header_length,
     in_folder,
     natural,
     parse_header,
@@ -43,6 +44,7 @@ __all__ = [
     "ShardReader",
     "Shards",
     "Stored",
+    "header_length",
     "in_folder",
     "natural",
     "open_checkpoint",
@@ -62,7 +64,7 @@ CARD = "README.md"  # about the repo that a checkpoint lies in: copied, and exte
 STRAY_CONFIG = "hf_quant_config.json"  # modelopt's; beside a config.json that says otherwise it would mislead
 _SAMPLES, _SAMPLE_BYTES = 8, 4096  # of each shard, for the digest
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".onnx", ".h5", ".msgpack", ".npz")
-_NO_SIDE_FILE = (".safetensors", ".safetensors.index.json", ".partial", *OTHER_WEIGHTS)
+NO_SIDE_FILE = (".safetensors", ".safetensors.index.json", ".partial", *OTHER_WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def open_checkpoint(where: Path | Place) -> Checkpoint:
         listed = os.listdir(folder)
         names = place.shards.names()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint, with config.json") from None
+        raise CheckpointError(f"{folder}: no such folder; give one with config.json (a repo: `phasefold pull`)") from None
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from None
     if WORK in listed and "config.json" not in listed:
@@ -212,7 +214,7 @@ def side_files(folder: Path) -> dict[str, int]:
             for name in sorted(files):
                 relative = (path := Path(parent, name)).relative_to(folder).as_posix()
                 ours = relative in ("config.json", MANIFEST) or RESULT.fullmatch(relative)
-                if ours or name.startswith(".") or name == STRAY_CONFIG or name.endswith(_NO_SIDE_FILE):
+                if ours or name.startswith(".") or name == STRAY_CONFIG or name.endswith(NO_SIDE_FILE):
                     continue
                 with open(path, "rb") as file:
                     found[relative] = os.fstat(file.fileno()).st_size
@@ -241,6 +243,10 @@ class Reader:
     def let_go(self, step: str) -> None:
         """A step is done."""
         self._shards.let_go(step)
+
+    def give_up(self) -> None:
+        """Whoever waits for bytes that are being fetched is to wait no longer; from any thread."""
+        self._shards.give_up()
 
     def close(self) -> None:
         """Close all files; no other thread may be reading."""

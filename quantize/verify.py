@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..formats.checkpoint import (
     STRAY_CONFIG,
     WORK,
     Checkpoint,
+    Place,
     Reader,
     open_checkpoint,
 )
@@ -39,6 +40,7 @@ from .plan import Plan, declared_modules, make_plan
 from .shard import Outcome
 from .units import Unit
 from .work import stays
+from .workers import source_tensors
 
 # Relative errors that no rounding exceeds: e4m3 moves a value by up to 1/17, BF16 by 1/257; INT4 may round all to zero
 LIMITS = {"e4m3": 0.0625, "int4": 1.0, "plain": 0.004}
@@ -57,7 +59,11 @@ class Verdict:
 
 
 def verify(
-    artifact: Path, source: Path | None = None, *, workers: int = 2, progress: Callable[[int], None] | None = None
+    artifact: Path,
+    source: Path | Place | None = None,
+    *,
+    workers: int = 2,
+    progress: Callable[[int], None] | None = None,
 ) -> Verdict:
     """Check an artifact, also against its source where that is given. What is wrong with it is in the verdict.
 
@@ -81,8 +87,11 @@ def verify(
         if theirs is not None:
             if manifest.source["digest"] != theirs.digest:
                 made_from = f"{manifest.source['name']} (headers and config {manifest.source['digest'][:12]})"
-                verdict.problems.append(f"{source}: not the source of this artifact, which was made from {made_from}")
+                verdict.problems.append(
+                    f"{theirs.label}: not the source of this artifact, which was made from {made_from}"
+                )
             else:
+                theirs = _as_then(theirs, manifest)
                 extras = from_json(manifest.extras)
                 plan = make_plan(theirs, parse(manifest.recipe, "recipe"), manifest.shard_bytes, extras)
                 _compare(plan, checkpoint, manifest, verdict, workers, progress)
@@ -136,6 +145,13 @@ def _check_config(checkpoint: Checkpoint) -> list[str]:
     return [f"config.json: {problem}" for problem in check(declared, modules, found.model.architecture)]
 
 
+def _as_then(source: Checkpoint, manifest: Manifest) -> Checkpoint:
+    """The source as the job had it: on the Hub, or in a folder. It is the same by its digest, wherever it lies now."""
+    repo, revision = manifest.source.get("repo"), manifest.source.get("revision")
+    place = source.place._replace(repo=(str(repo), str(revision)) if repo else None)
+    return replace(source, place=place)
+
+
 def _compare(
     plan: Plan,
     checkpoint: Checkpoint,
@@ -150,6 +166,8 @@ def _compare(
         )
         return
     theirs, ours = Reader(plan.checkpoint), Reader(checkpoint)
+    left = {shard.file: len(shard.units) for shard in plan.shards}
+    lies = {unit.module: shard.file for shard in plan.shards for unit in shard.units}
     found: dict[str, list[Any]] = {}
 
     def one(unit: Unit) -> tuple[Unit, Outcome | str]:
@@ -159,17 +177,25 @@ def _compare(
         return unit, result
 
     try:
+        theirs.expect([(shard.file, source_tensors(shard)) for shard in plan.shards])
         with ThreadPoolExecutor(workers) as pool:
-            for unit, result in pool.map(one, plan.units()):
-                if isinstance(result, str):
-                    verdict.problems.append(result)
-                    continue
-                error = result.relative_error
-                found[unit.module] = [None, None, None, error]
-                if verdict.worst is None or error > verdict.worst[1]:
-                    verdict.worst = (f"{unit.module}{unit.outputs[0].part.suffix}", error)
-                if problem := _judge(unit, error, manifest.units):
-                    verdict.problems.append(problem)
+            try:
+                for unit, result in pool.map(one, plan.units()):
+                    left[lies[unit.module]] -= 1
+                    if not left[lies[unit.module]]:
+                        theirs.let_go(lies[unit.module])
+                    if isinstance(result, str):
+                        verdict.problems.append(result)
+                        continue
+                    error = result.relative_error
+                    found[unit.module] = [None, None, None, error]
+                    if verdict.worst is None or error > verdict.worst[1]:
+                        verdict.worst = (f"{unit.module}{unit.outputs[0].part.suffix}", error)
+                    if problem := _judge(unit, error, manifest.units):
+                        verdict.problems.append(problem)
+            except BaseException:
+                theirs.give_up()  # or the workers that wait for it would be waited for
+                raise
     finally:
         theirs.close()
         ours.close()

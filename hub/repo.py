@@ -1,0 +1,135 @@
+"""A repo as the place of a checkpoint: its small files in huggingface_hub's cache, its shards read where they are.
+
+The commit is settled once, when the repo is opened, and everything is read at that commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ..errors import HubError
+from ..formats.checkpoint import INDEX, MANIFEST, NO_SIDE_FILE, Place, header_length, natural
+from .api import Address, asking, client
+from .patience import Notice, patient
+from .ranges import fetch
+from .tree import Entry, git_oid, read_tree
+from .window import Window
+
+#: read at first of each shard: most headers are shorter
+_FIRST = 1 << 17
+_THREADS = 8  # requests at a time: small ones, which wait more than they carry
+
+
+@dataclass(frozen=True)
+class RepoShards:
+    """The shards of a repo at a commit. It can be sent to other processes, which then ask the Hub themselves.
+
+    files: shard -> what the Hub says of it, in natural order. window: the folder in which shards wait that are read
+    whole, or None for a temporary one, and the bytes that may lie there. notice: told of delays.
+    """
+
+    repo: str
+    revision: str
+    files: Mapping[str, Entry]
+    window: Path | None = None
+    window_bytes: int = 20_000_000_000
+    notice: Notice | None = None
+
+    def names(self) -> Sequence[str]:
+        """See `Shards`."""
+        return list(self.files)
+
+    def heads(self, files: Sequence[str]) -> Iterator[tuple[int, bytes]]:
+        """See `Shards`."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            yield from pool.map(self._head, files)
+
+    def _head(self, file: str) -> tuple[int, bytes]:
+        size = self.files[file].nbytes
+        begun = bytes(self._fetch(file, 0, min(size, _FIRST)))
+        end = 8 + header_length(begun[:8], size, f"{self.repo}/{file}")
+        if end > len(begun):
+            begun += self._fetch(file, len(begun), end)
+        return size, begun[8:end]
+
+    def samples(self, places: Mapping[str, Sequence[int]], nbytes: int) -> list[bytes]:
+        """See `Shards`."""
+        wanted = [(file, at, min(at + nbytes, self.files[file].nbytes)) for file in places for at in places[file]]
+        with ThreadPoolExecutor(2 * _THREADS) as pool:
+            found = pool.map(lambda one: bytes(self._fetch(*one)), wanted)
+            parts: dict[str, list[bytes]] = {file: [] for file in places}
+            for (file, _, _), part in zip(wanted, found, strict=True):
+                parts[file].append(part)
+        return [b"".join(part) for part in parts.values()]
+
+    def _fetch(self, file: str, start: int, stop: int) -> bytearray:
+        return fetch(self.repo, self.revision, file, start, stop, notice=self.notice) if stop > start else bytearray()
+
+    def stamp(self, file: str) -> list[int | str]:
+        """Its size and its hash."""
+        entry = self.files[file]
+        return [entry.nbytes, entry.sha256 or entry.oid]
+
+    def open(self) -> Window:
+        """See `Shards`."""
+        return Window(self.repo, self.revision, self.files, self.window, self.window_bytes, self.notice)
+
+
+def open_repo(
+    address: Address,
+    *,
+    window: Path | None = None,
+    window_bytes: int = 20_000_000_000,
+    notice: Notice | None = None,
+) -> Place:
+    """A repo at the commit that its revision is now, its small files fetched and held against the Hub's hashes.
+
+    Raises HubError where it cannot be had.
+    """
+    api = client()
+    revision = commit_of(address, notice)
+    tree = patient(str(address), lambda: read_tree(api, address.repo, revision), notice)
+    names = [path for path in tree if path.endswith(".safetensors") and "/" not in path]
+    shards = {file: tree[file] for file in sorted(names, key=natural)}
+    small = [path for path in tree if path not in shards and _is_small(path)]
+    if "config.json" not in tree:
+        raise HubError(f"{address}: no config.json in it; give the repo of a checkpoint that is whole")
+    with ThreadPoolExecutor(_THREADS) as pool:
+        got = list(pool.map(lambda path: _cached(address.repo, revision, path, tree[path], notice), small))
+    folder = got[small.index("config.json")].parent
+    found = RepoShards(address.repo, revision, shards, window, window_bytes, notice)
+    return Place(folder, found, f"{address.repo}@{revision[:12]}", (address.repo, revision))
+
+
+def commit_of(address: Address, notice: Notice | None = None) -> str:
+    """The commit that a branch or tag is now. Raises HubError where there is none."""
+    with asking(str(address)):
+        sha = patient(str(address), lambda: client().repo_info(address.repo, revision=address.revision).sha, notice)
+    if not sha:
+        raise HubError(f"{address}: the Hub does not say which commit that is")
+    return sha
+
+
+def _is_small(path: str) -> bool:
+    """Whether a file is one of those that lie beside weights: see `side_files`."""
+    hidden = any(part.startswith(".") for part in path.split("/"))
+    return path in ("config.json", INDEX, MANIFEST) or not (hidden or path.endswith(NO_SIDE_FILE))
+
+
+def _cached(repo: str, revision: str, path: str, entry: Entry, notice: Notice | None) -> Path:
+    """A small file in huggingface_hub's cache, held against its hash: the library looks at sizes only."""
+    from huggingface_hub import hf_hub_download
+
+    what = f"{repo}@{revision[:12]}: {path}"
+    for again in (False, True):
+        get = partial(hf_hub_download, repo, path, revision=revision, force_download=again)
+        found = Path(patient(what, get, notice))
+        data = found.read_bytes()
+        if (hashlib.sha256(data).hexdigest() == entry.sha256) if entry.sha256 else (git_oid(data) == entry.oid):
+            return found
+    raise HubError(f"{what}: what the Hub sends does not have the hash that it names")

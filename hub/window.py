@@ -1,0 +1,233 @@
+"""Shards of a repo that are read weight by weight: fetched ahead in pieces, kept in a window of disk, and let go.
+
+What will be read is told step by step (a step is an output shard). A source shard of which a step needs much is fetched
+whole and held against the Hub's sha256; of others only the ranges that are needed, for which nothing vouches but
+their length and the connection. Files of the next steps are fetched while earlier ones are worked on, as long as all of
+them fit. A job that is killed finds its pieces again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ..errors import HubError, PhasefoldError
+from ..formats.checkpoint import Range
+from .patience import Notice
+from .pieces import Item, items_of
+from .ranges import Closed, fetch
+from .tree import Entry
+
+THREADS = 4  # that fetch, all of them pieces of the item that is needed first
+
+
+class Window:
+    """A `ShardReader` over a repo at a commit.
+
+    place: the folder in which items wait, which others may share (each takes a folder of its own in it); None: a
+    temporary one. limit: bytes that may lie there. What nobody has announced by `expect` is fetched as it is read.
+    """
+
+    def __init__(
+        self,
+        repo: str,
+        revision: str,
+        files: Mapping[str, Entry],
+        place: Path | None,
+        limit: int,
+        notice: Notice | None = None,
+    ) -> None:
+        self.repo, self.revision, self.files, self.limit, self.notice = repo, revision, files, limit, notice
+        self._place = place
+        self._home: Path | None = None
+        self._lock_handle = -1
+        self._changed = threading.Condition()
+        self._items: dict[str, list[Item]] = {}  # by file
+        self._steps: dict[str, int] = {}
+        self._held = 0  # bytes that lie here, or have their place here
+        self._error: BaseException | None = None
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    def read(self, file: str, offset: int, out: memoryview, what: str) -> None:
+        """See `ShardReader`. Waits where the bytes are still on their way."""
+        if not len(out):
+            return
+        with self._changed:
+            item = self._item(file, offset, offset + len(out))
+            if item is not None:
+                self._changed.wait_for(lambda: item.ready or self._error or self._closed)
+                if self._error:
+                    raise self._error
+                if self._closed:
+                    raise HubError(f"{self.repo}: {file} is not fetched any more (at {what})")
+                handle = os.open(item.path, os.O_RDONLY)
+        if item is None:
+            out[:] = self._fetch(file, offset, offset + len(out))
+            return
+        try:
+            done = 0
+            while done < len(out):
+                got = os.preadv(handle, [out[done:]], offset - item.start + done)
+                if got == 0:
+                    raise HubError(f"{item.path}: truncated while it was read (at {what})")
+                done += got
+        finally:
+            os.close(handle)
+
+    def _item(self, file: str, start: int, stop: int) -> Item | None:
+        """What holds these bytes, or will: of several items the one that comes first."""
+        found = [i for i in self._items.get(file, ()) if i.steps and i.start <= start and stop <= i.stop]
+        return min(found, key=lambda item: min(item.steps), default=None)
+
+    def expect(self, order: Sequence[tuple[str, Sequence[Range]]]) -> None:
+        """See `ShardReader`. Raises HubError where a step alone needs more than the window holds."""
+        if not order:
+            return
+        home = self._claim_home()
+        items = items_of(order, self.files, home)
+        self._steps = {step: number for number, (step, _) in enumerate(order)}
+        for step, number in self._steps.items():
+            need = sum(item.size for item in items if number in item.steps)
+            if need > self.limit:
+                raise HubError(
+                    f"{self.repo}: {step} needs {need / 1e9:,.2f} GB of the source at once, the window holds "
+                    f"{self.limit / 1e9:,.2f} GB; give --window {-(-need // 10**9)}GB, or smaller shards"
+                )
+        wanted = {path.name for item in items for path in (item.path, item.partial, item.journal)}
+        for path in home.iterdir():
+            if path.name not in wanted and path.name != "lock":
+                path.unlink()
+        for item in items:
+            self._items.setdefault(item.file, []).append(item)
+            item.found()
+            self._held += item.size if item.here else 0
+        self._threads = [threading.Thread(target=self._work, daemon=True, name=f"fetch-{n}") for n in range(THREADS)]
+        for thread in self._threads:
+            thread.start()
+
+    def let_go(self, step: str) -> None:
+        """See `ShardReader`."""
+        with self._changed:
+            number = self._steps.get(step)
+            for item in [item for items in self._items.values() for item in items if number in item.steps]:
+                item.steps.discard(number)
+                if not item.steps:
+                    self._drop(item)
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """See `ShardReader`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """See `ShardReader`. What waits here stays for the next run, unless all steps are done."""
+        self.give_up()
+        for thread in self._threads:
+            thread.join(timeout=5)  # one that hangs in a request ends with it; it writes nothing any more
+        if self._home is not None:
+            if self._place is None or not any(item.steps for items in self._items.values() for item in items):
+                shutil.rmtree(self._home, ignore_errors=True)
+            os.close(self._lock_handle)
+            self._home = None
+
+    def _fetch(self, file: str, start: int, stop: int) -> bytearray:
+        return fetch(self.repo, self.revision, file, start, stop, notice=self.notice, closed=lambda: self._closed)
+
+    def _claim_home(self) -> Path:
+        """A folder of our own: the first that no other process holds, so that a job finds its pieces again."""
+        if self._place is None:
+            home = self._home = Path(tempfile.mkdtemp(prefix="phasefold-window-"))
+            self._lock_handle = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            return home
+        for number in range(4096):
+            home = self._place / f"window-{number}"
+            home.mkdir(parents=True, exist_ok=True)
+            handle = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.exists(home / "lock"):  # else its owner has just removed it
+                    self._home, self._lock_handle = home, handle
+                    return home
+            os.close(handle)
+        raise HubError(f"{self._place}: other processes hold all its windows")
+
+    def _work(self) -> None:
+        try:
+            while (task := self._next()) is not None:
+                item, piece = task
+                if piece is not None:
+                    data = self._fetch(item.file, item.start + piece[0], item.start + piece[1])
+                    with self._changed:
+                        if self._closed:
+                            return
+                        item.put(piece, data)
+                        self._changed.notify_all()
+                    continue
+                good = item.is_good()
+                with self._changed:
+                    item.settle(good)
+                    if not item.steps:
+                        self._drop(item)
+                    self._changed.notify_all()
+                if not good and self.notice:
+                    self.notice(f"{self.repo}: {item.file} came damaged, its hash is not the Hub's; fetched once more")
+        except Closed:
+            pass
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or self._told(error)
+                self._changed.notify_all()
+
+    def _told(self, error: BaseException) -> BaseException:
+        if isinstance(error, OSError) and not isinstance(error, PhasefoldError):
+            return HubError(f"{self._home}: the window cannot be written ({error.strerror or error})")
+        return error
+
+    def _next(self) -> tuple[Item, tuple[int, int] | None] | None:
+        """The next piece to fetch, or an item whose pieces are all there; waits for room. None: nothing more to do."""
+        with self._changed:
+            while not (self._closed or self._error):
+                if not any(item.steps for items in self._items.values() for item in items):
+                    return None
+                for item in self._in_order():
+                    if not item.begun:
+                        if not self._room(item):
+                            break
+                        item.begin()
+                        self._held += item.size
+                    if item.complete and not item.settling:
+                        item.settling = True
+                        return item, None
+                    if (piece := item.take()) is not None:
+                        return item, piece
+                self._changed.wait()
+        return None
+
+    def _in_order(self) -> Iterator[Item]:
+        """What is not here yet and still needed, by the first step that needs it."""
+        waiting = [item for items in self._items.values() for item in items if item.steps and not item.ready]
+        return iter(sorted(waiting, key=lambda item: (min(item.steps), item.file, item.start)))
+
+    def _room(self, wanted: Item) -> bool:
+        """Whether there is room for an item; items that are needed later than it give theirs."""
+        here = [i for items in self._items.values() for i in items if i.here and i.steps and not i.settling]
+        later = sorted((i for i in here if min(i.steps) > min(wanted.steps)), key=lambda item: min(item.steps))
+        while self._held + wanted.size > self.limit and later:
+            self._drop(later.pop())
+        return self._held + wanted.size <= self.limit
+
+    def _drop(self, item: Item) -> None:
+        if item.settling and not item.ready:  # whoever looks at it drops it
+            return
+        if item.here:
+            self._held -= item.size
+        item.remove()
