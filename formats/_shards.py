@@ -98,23 +98,31 @@ class Shards(Protocol):
         ...
 
 
+class Repo(NamedTuple):
+    """A repo on the Hub at a commit. asked: the branch, tag or commit that was asked for; None: the main branch."""
+
+    name: str
+    revision: str
+    asked: str | None
+
+
 class Place(NamedTuple):
     """Where a checkpoint is: the folder of its small files, and its shards.
 
-    label: what messages call it. repo: that on the Hub and its commit, where it is there.
+    label: what messages call it. repo: where it is on the Hub.
     """
 
     folder: Path
     shards: Shards
     label: str
-    repo: tuple[str, str] | None = None
+    repo: Repo | None = None
 
     def identity(self) -> dict[str, str]:
         """What a manifest says of it: name, and the repo and revision of one on the Hub."""
         if self.repo is None:
             return {"name": self.folder.resolve().name}
-        repo, revision = self.repo
-        return {"name": repo.rpartition("/")[2], "repo": repo, "revision": revision}
+        name = self.repo.name.rpartition("/")[2]
+        return {"name": name, "repo": self.repo.name, "revision": self.repo.revision}
 
 
 def in_folder(place: Path | Place) -> Place:

@@ -22,6 +22,7 @@ from ._shards import (
     FolderShards,
     Place,
     Range,
+    Repo,
     ShardReader,
     Shards,
     Stored,
@@ -41,6 +42,7 @@ __all__ = [
     "Place",
     "Range",
     "Reader",
+    "Repo",
     "ShardReader",
     "Shards",
     "Stored",
@@ -139,7 +141,8 @@ def open_checkpoint(where: Path | Place) -> Checkpoint:
         listed = os.listdir(folder)
         names = place.shards.names()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder}: no such folder; give one with config.json (a repo: `phasefold pull`)") from None
+        cure = "give that of a checkpoint, with config.json (of a repo: `phasefold pull` it)"
+        raise CheckpointError(f"{folder}: no such folder; {cure}") from None
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from None
     if WORK in listed and "config.json" not in listed:

@@ -112,9 +112,10 @@ class _Told(logging.Handler):
 @contextlib.contextmanager
 def telling(notice: Notice) -> Iterator[None]:
     """While it lasts the library draws no bars of its own, and its warnings (waits, retries) are notices."""
+    import huggingface_hub.utils.logging  # which gives the library's logger a handler as it is imported
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    logger, handler = logging.getLogger("huggingface_hub"), _Told(notice)
+    logger, handler = logging.getLogger(huggingface_hub.__name__), _Told(notice)
     before, quiet = (logger.handlers[:], logger.propagate), are_progress_bars_disabled()
     logger.handlers, logger.propagate = [handler], False
     disable_progress_bars()

@@ -5,7 +5,9 @@ The commit is settled once, when the repo is opened, and everything is read at t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import HubError
-from ..formats.checkpoint import INDEX, MANIFEST, NO_SIDE_FILE, Place, header_length, natural
+from ..formats.checkpoint import INDEX, MANIFEST, NO_SIDE_FILE, WORK, Place, Repo, header_length, natural
 from .api import Address, asking, client
 from .patience import Notice, patient
 from .ranges import fetch
@@ -83,16 +85,18 @@ class RepoShards:
 def open_repo(
     address: Address,
     *,
+    revision: str | None = None,
     window: Path | None = None,
     window_bytes: int = 20_000_000_000,
     notice: Notice | None = None,
 ) -> Place:
     """A repo at the commit that its revision is now, its small files fetched and held against the Hub's hashes.
 
+    revision: the commit, where that is known already: see `pinned`. window, window_bytes, notice: see `RepoShards`.
     Raises HubError where it cannot be had.
     """
     api = client()
-    revision = commit_of(address, notice)
+    revision = revision or commit_of(address, notice)
     tree = patient(str(address), lambda: read_tree(api, address.repo, revision), notice)
     names = [path for path in tree if path.endswith(".safetensors") and "/" not in path]
     shards = {file: tree[file] for file in sorted(names, key=natural)}
@@ -103,7 +107,21 @@ def open_repo(
         got = list(pool.map(lambda path: _cached(address.repo, revision, path, tree[path], notice), small))
     folder = got[small.index("config.json")].parent
     found = RepoShards(address.repo, revision, shards, window, window_bytes, notice)
-    return Place(folder, found, f"{address.repo}@{revision[:12]}", (address.repo, revision))
+    return Place(folder, found, f"{address.repo}@{revision[:12]}", Repo(address.repo, revision, address.revision))
+
+
+def pinned(out: Path, address: Address) -> str | None:
+    """The commit with which a job in an output folder was begun, or an artifact there was made; None: there is none.
+
+    A branch may move on while a job takes its hours: it goes on with what it began with.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        name, revision, asked = json.loads((out / WORK / "job.json").read_bytes())["repo"]
+        return str(revision) if (name, asked) == tuple(address) else None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        source = json.loads((out / MANIFEST).read_bytes())["source"]
+        return str(source["revision"]) if (source["repo"], None) == tuple(address) else None
+    return None
 
 
 def commit_of(address: Address, notice: Notice | None = None) -> str:

@@ -19,6 +19,9 @@ MARKS = ("config.json", INDEX, MANIFEST)
 ATTRIBUTES = ".gitattributes"  # git's own: which files are stored as LFS
 
 
+SMALL = 10_000_000  # no file above that is stored by git itself
+
+
 class Entry(NamedTuple):
     """A file in a repo. sha256: of its content where it is stored as LFS (or Xet), else None; oid: git's hash."""
 
@@ -80,7 +83,9 @@ def read_tree(api: HfApi, repo: str, revision: str) -> dict[str, Entry]:
 
 
 def of_file(path: Path) -> Meant:
-    """A file that no manifest knows, as it lies on disk. OSError where it cannot be read."""
+    """A file that no manifest knows, as it lies on disk; git's hash too, if it is small. OSError: cannot be read."""
+    if path.stat().st_size <= SMALL:
+        return meant(path.read_bytes())
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         return Meant(size, hash_file(file.fileno(), size))

@@ -104,6 +104,7 @@ class Window:
         for path in home.iterdir():
             if path.name not in wanted and path.name != "lock":
                 path.unlink()
+        self._check_room(home, items)
         for item in items:
             self._items.setdefault(item.file, []).append(item)
             item.found()
@@ -111,6 +112,16 @@ class Window:
         self._threads = [threading.Thread(target=self._work, daemon=True, name=f"fetch-{n}") for n in range(THREADS)]
         for thread in self._threads:
             thread.start()
+
+    def _check_room(self, home: Path, items: Sequence[Item]) -> None:
+        """HubError where the disk is too small for the window, before anything is fetched."""
+        there = sum(path.stat().st_blocks * 512 for path in home.iterdir())
+        need = min(self.limit, sum(item.size for item in items)) - there
+        if need > (free := shutil.disk_usage(home).free):
+            raise HubError(
+                f"{home}: the window takes {need / 1e6:,.0f} MB more, the disk has {free / 1e6:,.0f} MB free; give "
+                "--window less, or --window-dir elsewhere"
+            )
 
     def let_go(self, step: str) -> None:
         """See `ShardReader`."""

@@ -25,6 +25,7 @@ from ..formats.checkpoint import (
     Checkpoint,
     Place,
     Reader,
+    Repo,
     open_checkpoint,
 )
 from ..formats.manifest import Manifest, read_manifest
@@ -148,7 +149,7 @@ def _check_config(checkpoint: Checkpoint) -> list[str]:
 def _as_then(source: Checkpoint, manifest: Manifest) -> Checkpoint:
     """The source as the job had it: on the Hub, or in a folder. It is the same by its digest, wherever it lies now."""
     repo, revision = manifest.source.get("repo"), manifest.source.get("revision")
-    place = source.place._replace(repo=(str(repo), str(revision)) if repo else None)
+    place = source.place._replace(repo=Repo(str(repo), str(revision), None) if repo else None)
     return replace(source, place=place)
 
 
