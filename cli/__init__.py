@@ -13,10 +13,12 @@ import typer
 
 from .. import __version__
 from ..errors import PhasefoldError, UsageError
-from .artifacts import convert, inspect, plan, recipes, verify
+from .artifacts import inspect, plan, recipes, verify
 from .calibration import calibrate, kv
+from .convert import convert
 from .diff import diff
 from .evals import evaluate
+from .hub import pull, push
 from .load import load
 from .options import fail
 from .serving import check, launch, pair
@@ -33,7 +35,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-for verb in (inspect, recipes, plan, size, diff, convert, verify, calibrate, kv, check, load, pair, launch):
+for verb in (inspect, recipes, plan, size, diff, convert, verify, calibrate, kv, check, load, pair, launch, push, pull):
     app.command()(verb)
 app.command("eval")(evaluate)
 

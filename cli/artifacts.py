@@ -1,16 +1,14 @@
-"""The verbs that read and write checkpoints: inspect, recipes, plan, convert, verify."""
+"""The verbs that look at checkpoints and recipes: inspect, recipes, plan, verify."""
 
 from __future__ import annotations
 
 import os
-import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError
 from . import draw
 from .options import (
     FoldFile,
@@ -27,9 +25,9 @@ from .options import (
     ends_cleanly,
     open_source,
     open_stats,
+    place_of,
     planned,
     print_json,
-    size_of,
     tp_limits,
 )
 
@@ -91,74 +89,6 @@ def plan(
         draw.plan(made, limits)
 
 
-def convert(
-    source: Source,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write the artifact into.")],
-    recipe: RecipeName,
-    mtp: Mtp = None,
-    stats: Stats = None,
-    fold: FoldFile = None,
-    unfold: Unfold = False,
-    kv: KvFile = None,
-    workers: Workers = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            help="auto: cuda where that can be used, else cpu; cuda: the first NVIDIA card; or cuda:0,cuda:1."
-        ),
-    ] = "auto",
-    device_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="What packing may take of each card's memory, and of the host's for it, with a unit; 4GB if not "
-            "given, and never more than 67MB a worker."
-        ),
-    ] = None,
-    shard_size: ShardSize = "5GB",
-    as_json: Json = False,
-) -> None:
-    """Carry a conversion out. Given again after an interruption, the same command goes on where it stopped."""
-    from ..quantize.cards import open_cards
-    from ..quantize.convert import convert as carry_out
-    from ..quantize.device import choose
-    from ..quantize.summary import result_keys
-
-    if device_memory is not None and device == "cpu":
-        raise UsageError("--device-memory: only with a card; leave it out, or --device cpu")
-    memory, threads = size_of(device_memory or "4GB"), workers or cores()
-    devices = choose(device)
-    with ends_cleanly("interrupted; finished shards are kept, give the same command again to go on"):
-        statistics = open_stats(stats)
-        made = planned(source, recipe, mtp, shard_size, statistics, fold=fold, unfold=unfold, kv=kv)
-        limits = tp_limits(made)
-        cards, place = open_cards(devices, made, memory, threads, or_cpu=device == "auto")
-        if not as_json:
-            sizes = f"{draw.size(made.checkpoint.total_size)} -> {draw.size(made.output_bytes)}"
-            shards, threads = draw.many(len(made.shards), "shard"), len(cards.lanes) if cards else threads
-            draw.say(f"{source} -> {out}: {sizes}, {shards}, {draw.many(threads, 'worker')} on {place}")
-            for note in (*made.notes, draw.limits(limits), *draw.gptq(made), *(cards.notes if cards else ())):
-                draw.say(f"note: {note}")
-            sys.stdout.flush()
-        total = sum(unit.source_bytes for unit in made.units())
-        with cards or nullcontext(), draw.progress("converting", total, quiet=as_json) as advance:
-            result = carry_out(
-                made,
-                Path(out),
-                workers=threads,
-                progress=advance,
-                statistics=statistics,
-                notice=draw.notice,
-                cards=cards,
-            )
-    if as_json:
-        notes = [*made.notes, *(cards.notes if cards else ())]
-        print_json(result_keys(result) | {"notes": notes, "device": place, "largest_tp": limits})
-        return
-    draw.result(result, out)
-    if cards and cards.redone:
-        draw.say(f"note: the CPU converted {draw.many(cards.redone, 'row block')} of extreme weights: docs/kernels.md")
-
-
 def verify(
     artifact: Annotated[str, typer.Argument(metavar="ARTIFACT", help="Folder that phasefold wrote.")],
     source: Annotated[
@@ -175,7 +105,7 @@ def verify(
         raise CheckpointError(f"{artifact}: no such folder")
     total = sum(os.path.getsize(path) for path in folder.glob("*.safetensors")) * (2 if source else 1)
     with ends_cleanly("interrupted"), draw.progress("verifying", total, quiet=as_json) as advance:
-        verdict = check(folder, Path(source) if source else None, workers=workers or cores(), progress=advance)
+        verdict = check(folder, place_of(source) if source else None, workers=workers or cores(), progress=advance)
     worst = {"tensor": verdict.worst[0], "relative_error": verdict.worst[1]} if verdict.worst else None
     if as_json:
         print_json({"ok": not verdict.problems, "problems": verdict.problems, "worst": worst,

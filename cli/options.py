@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 Source = Annotated[
     str,
-    typer.Argument(
-        metavar="SOURCE", help="A Kimi or GLM checkpoint: a folder, or a repo org/name[@revision]."
-    ),
+    typer.Argument(metavar="SOURCE", help="A Kimi or GLM checkpoint: a folder, or a repo org/name[@revision]."),
 ]
 RecipeName = Annotated[
     str, typer.Option("--recipe", "-r", help="Name of a recipe that ships, or path of a .toml file.")
@@ -68,9 +66,7 @@ KvFile = Annotated[
 ShardSize = Annotated[str, typer.Option(help="Largest size of an output shard, with a unit: 5GB, 4GiB.")]
 Artifact = Annotated[
     str,
-    typer.Argument(
-        metavar="ARTIFACT", help="A checkpoint, ours or not: a folder, or a repo org/name[@revision]."
-    ),
+    typer.Argument(metavar="ARTIFACT", help="A checkpoint, ours or not: a folder, or a repo org/name[@revision]."),
 ]
 SharedFusion = Annotated[
     bool, typer.Option(help="SGLang may fuse shared experts (it runs without --disable-shared-experts-fusion).")
@@ -79,21 +75,33 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 Workers = Annotated[int | None, typer.Option(min=1, max=256, help="Threads; as many as there are cores if not given.")]
 
 
-def place_of(source: str) -> Path | Place:
+class Fetching(NamedTuple):
+    """For a job whose source may be on the Hub: the folder that it writes into, and its window."""
+
+    out: Path
+    window: str = "20GB"
+    window_dir: str | None = None
+
+
+def place_of(source: str, fetching: Fetching | None = None) -> Path | Place:
     """A folder; or a repo of the Hub, where the text names one and no such folder is there."""
     from ..hub.api import parse
 
     if (address := parse(source)) is None:
         return Path(source)
-    from ..hub.repo import open_repo
+    from ..hub.repo import WINDOW, open_repo, pinned
 
-    return open_repo(address, notice=draw.notice)
+    if fetching is None:
+        return open_repo(address, notice=draw.notice)
+    folder = Path(fetching.window_dir) if fetching.window_dir else fetching.out / WINDOW
+    begun, room = pinned(fetching.out, address), size_of(fetching.window)
+    return open_repo(address, revision=begun, window=folder, window_bytes=room, notice=draw.notice)
 
 
-def open_source(source: str) -> Checkpoint:
+def open_source(source: str, fetching: Fetching | None = None) -> Checkpoint:
     from ..formats.checkpoint import open_checkpoint
 
-    return open_checkpoint(place_of(source))
+    return open_checkpoint(place_of(source, fetching))
 
 
 def open_stats(folder: str | None) -> Statistics | None:
@@ -127,6 +135,7 @@ def planned(
     fold: str | None = None,
     unfold: bool = False,
     kv: str | None = None,
+    fetching: Fetching | None = None,
 ) -> Plan:
     from dataclasses import replace
 
@@ -141,7 +150,7 @@ def planned(
     wanted = load(recipe)
     if mtp is not None:
         wanted = replace(wanted, mtp=str(mtp))
-    checkpoint = open_source(source)
+    checkpoint = open_source(source, fetching)
     extras = _extras(checkpoint, fold, unfold, kv)
     if statistics:
         extras = replace(extras, statistics=statistics.identity())

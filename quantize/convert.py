@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..errors import PlanError
+from ..errors import PlanError, ResumeError
 from ..formats import formats
 from ..formats.checkpoint import CARD, INDEX, MANIFEST, WORK, side_files
 from ..formats.manifest import Manifest
 from ..formats.statistics import Statistics
 from . import kernels, output
+from .claim import Claim, claim
 from .guide import Guide, check_statistics, guided
 from .origin import origins
 from .plan import Plan
 from .units import Unit
-from .workers import Progress, write_shards
+from .workers import Executor, Progress, Spent, write_shards
 
 if TYPE_CHECKING:
     from .cards import Cards
@@ -52,6 +53,7 @@ def convert(
     statistics: Statistics | None = None,
     notice: Callable[[str], None] | None = None,
     cards: Cards | None = None,
+    executor: Executor | None = None,
 ) -> Result:
     """Write the artifact that `plan` describes into `out`, or go on with it.
 
@@ -59,11 +61,78 @@ def convert(
     each unit that is done. statistics: those that the plan was made with, where any of its units is guided by them.
     `notice` is told in a sentence where finished shards are made anew, because a file of the source has changed.
     cards: where units are converted, by its lanes instead of `workers`; else on the CPU.
+    executor: writes the shards instead of this process's threads, see `ray_tasks`.
     Raises PhasefoldError with the first thing that is wrong; finished shards stay, and the folder never looks whole.
     """
-    wall, cpu = time.monotonic(), time.process_time()
+    began = clocks()
     source = plan.checkpoint.folder
     output.check_place(source, out)
+    guide, algebra = guide_of(plan, statistics, workers, cards)
+    sides, spent = side_files(source), Spent()
+    if output.is_finished(out, plan):
+        done, resumed = already_done(plan, out), len(plan.shards)
+    else:
+        held = output.finished_shards(out, plan)
+        output.check_space(out, sum(sides.values()) + sum(s.size for s in plan.shards if s.file not in held))
+        with claim(out, plan, algebra) as held_by:
+            if held_by.given_up and notice:
+                notice(f"{source} has changed since this job began (size or time of its files): {held_by.given_up:,} "
+                       "finished shards that come from changed files are made anew")  # fmt: skip
+            tell_algebra(held_by, notice)
+            if output.is_finished(out, plan):  # by another process, between the question and the lock
+                done, resumed = already_done(plan, out), len(plan.shards)
+            else:
+                held = output.finished_shards(out, plan)
+                resumed = len(held)
+                if progress:
+                    progress(sum(u.source_bytes for s in plan.shards if s.file in held for u in s.units))
+                todo = [shard for shard in plan.shards if shard.file not in held]
+                try:
+                    if executor:
+                        spent = executor(plan, out, todo, progress)
+                    else:
+                        spent = write_shards(plan.checkpoint, out, todo, workers, progress, guide, cards)
+                    if spent.busy:
+                        raise ResumeError(f"{out / spent.busy[0].file}: another process is writing it")
+                except BaseException:
+                    # nothing to go on with: give the folder free; of a source on the Hub pieces may wait in it
+                    if not plan.checkpoint.place.repo and not output.finished_shards(out, plan):
+                        output.remove_work(out)
+                    raise
+                done = finish_job(plan, out, sides, held_by)
+    return result_since(began, plan, cards, resumed, done, spent)
+
+
+def clocks() -> tuple[float, float]:
+    """Wall and CPU seconds, from which a result counts."""
+    return time.monotonic(), time.process_time()
+
+
+def result_since(
+    began: tuple[float, float], plan: Plan, cards: Cards | None, resumed: int, done: Manifest, spent: Spent
+) -> Result:
+    """The result of a job that began then, and took `spent` elsewhere."""
+    wall, cpu = clocks()
+    return Result(
+        plan,
+        str(cards) if cards else kernels.backend(),
+        resumed,
+        wall - began[0],
+        cpu - began[1] + spent.cpu_seconds,
+        max(peak_rss(), spent.peak_rss_bytes),
+        plan.checkpoint.total_size,
+        mean_errors(plan.units(), done.units),
+        done,
+    )
+
+
+def guide_of(
+    plan: Plan, statistics: Statistics | None, workers: int, cards: Cards | None
+) -> tuple[Guide | None, set[str]]:
+    """What chooses numbers by statistics, where any are, and the devices on which its algebra runs.
+
+    Raises PlanError where statistics are lacking or others than planned, or where there is nobody to work.
+    """
     if workers < 1:
         raise PlanError(f"workers is {workers}, at least one is needed")
     if any(map(guided, plan.units())):
@@ -71,59 +140,37 @@ def convert(
             raise PlanError(f"{plan.recipe.name}: planned with statistics, but none are given; give the same folder")
         check_statistics(plan, statistics)
     algebra = set(cards.algebra.values()) if cards else {"cpu"}
-    guide = Guide(statistics, workers, algebra) if statistics else None
-    sides = side_files(source)
-    if output.is_finished(out, plan):
-        done, resumed = _already_done(plan, out), len(plan.shards)
-    else:
-        held = output.finished_shards(out, plan)
-        output.check_space(out, sum(sides.values()) + sum(s.size for s in plan.shards if s.file not in held))
-        with output.claim(out, plan, algebra) as claim:
-            if claim.given_up and notice:
-                notice(f"{source} has changed since this job began (size or time of its files): {claim.given_up:,} "
-                       "finished shards that come from changed files are made anew")  # fmt: skip
-            if len(claim.algebra) > 1 and notice:
-                notice(f"GPTQ of this job ran on {' and '.join(claim.algebra)}, whose codes differ by what rounding "
-                       "makes of the order of sums; the manifest says so")  # fmt: skip
-            if output.is_finished(out, plan):  # by another process, between the question and the lock
-                done, resumed = _already_done(plan, out), len(plan.shards)
-            else:
-                held = output.finished_shards(out, plan)
-                resumed = len(held)
-                if progress:
-                    progress(sum(u.source_bytes for s in plan.shards if s.file in held for u in s.units))
-                try:
-                    write_shards(
-                        plan, out, [s for s in plan.shards if s.file not in held], workers, progress, guide, cards
-                    )
-                except BaseException:
-                    if not output.finished_shards(out, plan):  # nothing to go on with: give the folder free
-                        output.remove_work(out)
-                    raise
-                done = _finish(plan, out, sides, claim)
-    return Result(
-        plan,
-        str(cards) if cards else kernels.backend(),
-        resumed,
-        time.monotonic() - wall,
-        time.process_time() - cpu,
-        peak_rss(),
-        plan.checkpoint.total_size,
-        mean_errors(plan.units(), done.units),
-        done,
-    )
+    return Guide(statistics, workers, algebra) if statistics else None, algebra
 
 
-def _already_done(plan: Plan, out: Path) -> Manifest:
+def tell_algebra(claim: Claim, notice: Callable[[str], None] | None) -> None:
+    """GPTQ's choices may differ between devices: say where one job's ran on several."""
+    if len(claim.algebra) > 1 and notice:
+        notice(f"GPTQ of this job ran on {' and '.join(claim.algebra)}, whose codes differ by what rounding "
+               "makes of the order of sums; the manifest says so")  # fmt: skip
+
+
+def already_done(plan: Plan, out: Path) -> Manifest:
+    """The manifest of a job that is finished; what it left of its work goes. Raises ResumeError as `check_finished`."""
     done = output.check_finished(out, plan)
     if (out / WORK).exists():
         output.remove_work(out)
     return done
 
 
-def _finish(plan: Plan, out: Path, sides: Iterable[str], claim: output.Claim) -> Manifest:
+def finish_job(plan: Plan, out: Path, sides: Iterable[str], claim: Claim) -> Manifest:
     """Side files, index, manifest and, last, config.json."""
-    records = output.finished_shards(out, plan)
+    manifest = write_small_files(plan, out, sides, claim, output.finished_shards(out, plan))
+    with output.writing(out):
+        output.atomic_write(out / "config.json", plan.config)
+        output.remove_work(out)
+    return manifest
+
+
+def write_small_files(
+    plan: Plan, out: Path, sides: Iterable[str], claim: Claim, records: Mapping[str, Mapping[str, Any]]
+) -> Manifest:
+    """All but shards and config.json, which would say that all is there. records: of every shard."""
     files = {shard.file: {k: records[shard.file][k] for k in ("bytes", "sha256")} for shard in plan.shards}
     with output.writing(out):
         for left in out.glob(f"*{output.PARTIAL}"):  # of a process that was killed, and whose shard another has made
@@ -132,8 +179,7 @@ def _finish(plan: Plan, out: Path, sides: Iterable[str], claim: output.Claim) ->
             copied = output.copy_side_file(plan.checkpoint.folder / name, out / name)
             if name != CARD:
                 files[name] = copied
-        index = {"metadata": {"total_size": plan.output_bytes}, "weight_map": plan.weight_map}
-        for name, data in ((INDEX, output.to_json(index, indent=2)), ("config.json", plan.config)):
+        for name, data in ((INDEX, index_of(plan)), ("config.json", plan.config)):
             files[name] = output.file_entry(data)
             if name != "config.json":
                 output.atomic_write(out / name, data)
@@ -143,7 +189,7 @@ def _finish(plan: Plan, out: Path, sides: Iterable[str], claim: output.Claim) ->
             phase=plan.recipe.phase,
             architecture=plan.architecture,
             source={
-                "name": plan.checkpoint.folder.resolve().name,
+                **plan.checkpoint.place.identity(),
                 "digest": plan.checkpoint.digest,
                 "tensors": len(plan.checkpoint.tensors),
                 "total_size": plan.checkpoint.total_size,
@@ -164,9 +210,12 @@ def _finish(plan: Plan, out: Path, sides: Iterable[str], claim: output.Claim) ->
             extras=plan.extras.to_json(),
         )
         output.atomic_write(out / MANIFEST, manifest.to_bytes())
-        output.atomic_write(out / "config.json", plan.config)
-        output.remove_work(out)
     return manifest
+
+
+def index_of(plan: Plan) -> bytes:
+    """The index as it is written."""
+    return output.to_json({"metadata": {"total_size": plan.output_bytes}, "weight_map": plan.weight_map}, indent=2)
 
 
 def peak_rss() -> int:

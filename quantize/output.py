@@ -1,6 +1,6 @@
 """The output folder: claimed by one job, filled shard by shard, finished by config.json.
 
-While a job runs, the folder holds `.phasefold/`: the claim, a lock, and a record of each finished shard. A shard is
+While a job runs, the folder holds `.phasefold/`: the claim, locks, and a record of each finished shard. A shard is
 written as `.partial`, flushed, hashed, recorded, renamed, and the folder is flushed: at any moment of a crash a shard
 with a record and its final name is whole, and everything else is made again.
 """
@@ -14,15 +14,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from .. import __version__
 from ..errors import CheckpointError, PlanError, ResumeError
 from ..formats.checkpoint import CARD, MANIFEST, WORK, Checkpoint, side_files
 from ..formats.manifest import Manifest, read_manifest
 from .plan import Plan
+from .units import Shard
 
 PARTIAL = ".partial"
 
@@ -92,7 +92,7 @@ def _is_finished(out: Path, plan: Plan) -> bool:
 
 
 def _plan_in(path: Path, key: str) -> str | None:
-    value = _begun(path).get(key)
+    value = begun(path).get(key)
     return value if isinstance(value, str) else None
 
 
@@ -118,75 +118,61 @@ def check_space(out: Path, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def locked(out: Path, work: Path) -> Iterator[None]:
-    """Make a job's folder and, in it, the one for its work; hold it against a second process.
+def locked(out: Path, work: Path, name: str = "lock", *, shared: bool = False, what: str = "it") -> Iterator[None]:
+    """Make a job's folder and, in it, the one for its work; hold a lock file in that against other processes.
 
+    shared: beside others who share it, and against those who do not. what: is held by it, for the error's sentence.
     Raises ResumeError where another process holds it, PlanError where it cannot be made or locked.
     """
     with writing(out):
         work.mkdir(parents=True, exist_ok=True)
         flush_folder(out)
         flush_folder(out.resolve().parent)
-        lock = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    lock = _lock(out, work / name, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, what)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ResumeError(f"{out}: another process is working on it") from None
-        except OSError as error:
-            raise PlanError(
-                f"{out}: cannot be locked ({error.strerror}); give a folder on another file system"
-            ) from None
         yield
     finally:
         os.close(lock)
 
 
-class Claim(NamedTuple):
-    """What was found when a job took hold of its folder.
-
-    given_up: finished shards that are made anew. algebra: where GPTQ of this job has run, this run included, as torch
-    names devices; empty for a job without GPTQ.
-    """
-
-    given_up: int
-    algebra: list[str]
-
-
-@contextlib.contextmanager
-def claim(out: Path, plan: Plan, algebra: Iterable[str] = ("cpu",)) -> Iterator[Claim]:
-    """Hold the folder for this job, with the claim written: see `_note_job`."""
-    with locked(out, out / WORK):
+def _lock(out: Path, path: Path, how: int, what: str) -> int:
+    while True:
         with writing(out):
-            found = _note_job(out, plan, algebra)
-        yield found
+            path.parent.mkdir(exist_ok=True)  # whoever has finished the job takes it away
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if take(lock, how):
+                if is_at(lock, path):
+                    return lock
+            elif how == fcntl.LOCK_EX and take(lock, fcntl.LOCK_SH):
+                raise ResumeError(f"{out}: other processes are working on parts of it; wait until they have ended")
+            else:
+                raise ResumeError(f"{out}: another process is working on {what}")
+        except OSError as error:
+            os.close(lock)
+            raise PlanError(
+                f"{out}: cannot be locked ({error.strerror}); give a folder on another file system"
+            ) from None
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
 
 
-def _note_job(out: Path, plan: Plan, algebra: Iterable[str]) -> Claim:
-    """Write the claim, and give up the finished shards that come from a file that has changed.
+def take(handle: int, how: int) -> bool:
+    """Lock an open file, or tell that another process holds it. Raises OSError where its file system has no locks."""
+    try:
+        fcntl.flock(handle, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
-    The digest of a plan knows the source's headers and some of its weights: a shard that was made from other weights,
-    or by another version (then all are), must not end up beside the new ones.
-    """
-    checkpoint, now = plan.checkpoint, stamps(plan.checkpoint)
-    path, gone = out / WORK / "job.json", 0
-    begun = _begun(path)
-    job: dict[str, Any] = {"plan": plan.digest, "tool": __version__, "recipe": plan.recipe.name, "source": now}
-    if any(unit.method == "gptq" for unit in plan.units()):
-        earlier = begun.get("algebra") if finished_shards(out, plan) else None
-        job["algebra"] = sorted({*algebra, *(earlier if isinstance(earlier, list) else ())})
-    places: list[str] = job.get("algebra", [])
-    if begun == job:
-        return Claim(0, places)
-    before = begun.get("source") if begun.get("tool") == __version__ else None
-    changed = {file for file in now if not isinstance(before, dict) or before.get(file) != now[file]}
-    for shard in plan.shards:
-        names = (unit.module + part.suffix for unit in shard.units for part in unit.source)
-        if any(checkpoint.tensors[name].file in changed for name in names) and record_path(out, shard.file).exists():
-            record_path(out, shard.file).unlink()
-            gone += 1
-    atomic_write(path, to_json(job))
-    return Claim(gone, places)
+
+def is_at(handle: int, path: Path) -> bool:
+    """Whether an open file still has its name: between opening and locking, its holder may have taken it away."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), path.stat())
+    return False
 
 
 def stamps(checkpoint: Checkpoint) -> dict[str, list[int | str]]:
@@ -203,7 +189,7 @@ def refuse_changed(
     file = next(file for file in (*now, *before) if now.get(file) != before.get(file))
     path, was = checkpoint.folder / file, before.get(file)
     cure = "delete the folder to begin anew"
-    if was and was[0] == now.get(file, [None])[0]:
+    if was and was[0] == now.get(file, [None])[0] and isinstance(was[-1], int):
         seconds, rest = divmod(was[1], 10**9)
         cure += f"; if nothing but its time has changed: touch -d @{seconds}.{rest:09d} {path}"
     raise ResumeError(
@@ -211,7 +197,7 @@ def refuse_changed(
     )
 
 
-def _begun(path: Path) -> dict[str, Any]:
+def begun(path: Path) -> dict[str, Any]:
     """What a claim says; {} where it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         value = json.loads(path.read_bytes())
@@ -224,16 +210,23 @@ def record_path(out: Path, file: str) -> Path:
     return out / WORK / f"{file}.json"
 
 
-def finished_shards(out: Path, plan: Plan) -> dict[str, Mapping[str, Any]]:
-    """Records of the shards that are done: recorded, renamed and of the planned size."""
-    done = {}
-    for shard in plan.shards:
-        path = out / shard.file
-        with contextlib.suppress(OSError, ValueError):
-            record = json.loads(record_path(out, shard.file).read_bytes())
-            if path.stat().st_size == shard.size and record["bytes"] == shard.size:
-                done[shard.file] = record
-    return done
+def record_of(out: Path, shard: Shard, sent: str | None = None) -> Mapping[str, Any] | None:
+    """The record of a shard that is done: recorded, renamed and of the planned size; None where it is not.
+
+    sent: a place to which shards go and are let go here; one that its record says to be there is done, too.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        record = json.loads(record_path(out, shard.file).read_bytes())
+        right = isinstance(record, dict) and record.get("bytes") == shard.size
+        if right and ((sent and record.get("sent") == sent) or (out / shard.file).stat().st_size == shard.size):
+            found: Mapping[str, Any] = record
+            return found
+    return None
+
+
+def finished_shards(out: Path, plan: Plan, sent: str | None = None) -> dict[str, Mapping[str, Any]]:
+    """Records of the shards that are done: see `record_of`."""
+    return {shard.file: found for shard in plan.shards if (found := record_of(out, shard, sent)) is not None}
 
 
 def hash_file(handle: int, size: int) -> str:

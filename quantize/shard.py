@@ -41,18 +41,20 @@ class Outcome(NamedTuple):
         return float(f"{(self.error2 / self.norm2) ** 0.5:.4g}")
 
 
+class Busy(ResumeError):
+    """Another process is writing this very shard."""
+
+
 class ShardWriter:
-    """Writes `FILE.partial` in any order and from any number of threads; `close` makes it the shard."""
+    """Writes `FILE.partial` in any order and from any number of threads; `close` makes it the shard.
+
+    Raises Busy where another process writes it.
+    """
 
     def __init__(self, out: Path, shard: Shard) -> None:
         self.out, self.shard = out, shard
         self._path = out / (shard.file + output.PARTIAL)
-        self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:  # two processes that write one file would each hash what the other has cut off
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._handle)
-            raise ResumeError(f"{self._path}: another process is writing it") from None
+        self._handle = self._open()
         try:
             os.fchmod(self._handle, 0o644)
             os.ftruncate(self._handle, 0)
@@ -68,6 +70,23 @@ class ShardWriter:
         self._complete_to = len(shard.header)
         self._units: dict[str, list[Any]] = {}
         self._scales = {"tiny_scales": 0, "zero_blocks": 0}
+
+    def _open(self) -> int:
+        """Open and lock: two processes that write one file would each hash what the other has cut off.
+
+        Between the two, its holder may have given it the shard's own name: then it is another file, and finished.
+        """
+        while True:
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                if not output.take(handle, fcntl.LOCK_EX):
+                    raise Busy(f"{self._path}: another process is writing it")
+                if output.is_at(handle, self._path):
+                    return handle
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
 
     def write(self, data: Buffer, offset: int) -> None:
         """Write bytes at an absolute offset."""

@@ -11,6 +11,7 @@ from .account import account
 from .convert import Result
 from .fold import held
 from .guide import METHODS, guided, worker_bytes
+from .parts import PartResult
 from .plan import Plan
 from .units import Unit
 
@@ -76,6 +77,21 @@ def result_keys(result: Result) -> dict[str, Any]:
         "mean_relative_error": dict(result.errors),
         "scales": dict(result.manifest.scales),
         "methods": methods(result.plan, result.manifest.units),
+    }
+
+
+def part_keys(result: PartResult) -> dict[str, Any]:
+    """What `convert --part --json` prints: the plan's keys and what the part took."""
+    return plan_keys(result.plan) | {
+        "part": list(result.part),
+        "shards_done": result.shards_done,
+        "shards_missing": result.shards_missing,
+        "resumed_shards": result.resumed_shards,
+        "wall_seconds": result.wall_seconds,
+        "cpu_seconds": result.cpu_seconds,
+        "peak_rss_bytes": result.peak_rss_bytes,
+        "source_bytes": result.source_bytes,
+        "backend": result.backend,
     }
 
 

@@ -64,6 +64,11 @@ class Shard:
     size: int
     units: tuple[Unit, ...]
 
+    @property
+    def source_bytes(self) -> int:
+        """Bytes read for it."""
+        return sum(unit.source_bytes for unit in self.units)
+
 
 def lay_out(units: list[Unit], limit: int) -> tuple[Shard, ...]:
     """Cut units into shards of at most `limit` bytes of tensors, in their order; a larger unit gets one of its own."""

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..formats.checkpoint import Reader
+from ..formats.checkpoint import Checkpoint, Reader
 from . import output
 from .blocks import Buffers
 from .guide import Guide
-from .plan import Plan
-from .shard import Outcome, ShardWriter
+from .shard import Busy, Outcome, ShardWriter
 from .units import Shard, Unit
 from .work import run_unit
 
 if TYPE_CHECKING:
     from .cards import Cards
+    from .plan import Plan
 
 Progress = Callable[[int], None]
 
@@ -37,7 +37,8 @@ class _Open:
 class Tasks:
     """Hands out the units of a job, shard after shard, and closes each shard with its last unit.
 
-    closed: told the name of each shard that is finished.
+    closed: told the name of each shard that is finished, by this process or by another one.
+    busy: shards that another process is writing.
     stop: set when a worker has failed or the job is interrupted; all then end soon.
     """
 
@@ -45,6 +46,8 @@ class Tasks:
     shards: list[Shard]
     progress: Progress | None
     closed: Callable[[str], None]
+    landed: Callable[[Shard], None] | None = None
+    busy: list[Shard] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _opened: list[_Open] = field(default_factory=list)
@@ -67,9 +70,22 @@ class Tasks:
         while self._begun < len(self.shards):
             shard = self.shards[self._begun]
             self._begun += 1
-            self._opened.append(_Open(ShardWriter(self.out, shard), iter(shard.units)))
-            yield self._opened[-1]
+            if (writer := self._writer(shard)) is not None:
+                self._opened.append(_Open(writer, iter(shard.units)))
+                yield self._opened[-1]
         yield from self._opened
+
+    def _writer(self, shard: Shard) -> ShardWriter | None:
+        """None where another process, with another part of this job, has written the shard by now, or is at it."""
+        if output.record_of(self.out, shard) is None:
+            try:
+                return ShardWriter(self.out, shard)
+            except Busy:
+                self.busy.append(shard)
+        elif self.progress:
+            self.progress(shard.source_bytes)
+        self.closed(shard.file)
+        return None
 
     def done(self, writer: ShardWriter, unit: Unit, outcome: Outcome) -> None:
         """A unit is written."""
@@ -80,6 +96,8 @@ class Tasks:
             self.closed(writer.shard.file)
             with self._lock:
                 self._opened = [shard for shard in self._opened if shard.writer is not writer]
+            if self.landed:
+                self.landed(writer.shard)
         if self.progress:
             with self._lock:
                 self.progress(unit.source_bytes)
@@ -95,21 +113,39 @@ def source_tensors(shard: Shard) -> list[str]:
     return [unit.module + part.suffix for unit in shard.units for part in unit.source]
 
 
+class Spent(NamedTuple):
+    """What writing shards took in other processes than this one, and which were left to those who were writing them."""
+
+    cpu_seconds: float = 0.0
+    peak_rss_bytes: int = 0
+    busy: Sequence[Shard] = ()
+
+
+#: writes shards of a plan into a folder that is claimed for it
+Executor = Callable[["Plan", Path, list[Shard], Progress | None], Spent]
+
+
 def write_shards(
-    plan: Plan,
+    checkpoint: Checkpoint,
     out: Path,
     shards: list[Shard],
     workers: int,
     progress: Progress | None,
     guide: Guide | None,
     cards: Cards | None = None,
-) -> None:
-    """Write shards by `workers` threads, each of which works on a unit at a time, or by the lanes of cards."""
+    landed: Callable[[Shard], None] | None = None,
+    stop: threading.Event | None = None,
+) -> Spent:
+    """Write shards by `workers` threads, each of which works on a unit at a time, or by the lanes of cards.
+
+    landed: told of each shard that is finished, by the thread that finished it; it may hold that thread up.
+    stop: set by others, ends it soon; what is half written goes.
+    """
     if not shards:
-        return
-    reader = Reader(plan.checkpoint)
+        return Spent()
+    reader = Reader(checkpoint)
     reader.expect([(shard.file, source_tensors(shard)) for shard in shards])
-    tasks = Tasks(out, shards, progress, reader.let_go)
+    tasks = Tasks(out, shards, progress, reader.let_go, landed, stop=stop or threading.Event())
 
     def work() -> None:
         buffers = Buffers()
@@ -138,6 +174,8 @@ def write_shards(
                 future.result()
     finally:  # also on SIGINT: let the workers end their row block, then clear what is half done
         tasks.stop.set()
+        reader.give_up()
         pool.shutdown(wait=True)
         reader.close()
         tasks.abandon()
+    return Spent(busy=tuple(tasks.busy))

@@ -19,6 +19,7 @@ import variants
 from phasefold.errors import CheckpointError, PlanError, ResumeError
 from phasefold.formats.checkpoint import MANIFEST, open_checkpoint
 from phasefold.quantize import output
+from phasefold.quantize.claim import claim
 from phasefold.quantize.convert import convert
 from phasefold.quantize.plan import Plan, make_plan
 from phasefold.quantize.shard import Outcome, ShardWriter
@@ -276,7 +277,7 @@ def test_folders_that_are_not_ours_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match="holds another checkpoint"):
         convert(plan(recipe="bf16"), out)
     half = tmp_path / "half"
-    with output.claim(half, plan()), pytest.raises(ResumeError, match="another process"):
+    with claim(half, plan()), pytest.raises(ResumeError, match="another process"):
         convert(plan(), half)
     with pytest.raises(ResumeError, match="belongs to another job"):
         convert(plan(recipe="bf16"), half)
