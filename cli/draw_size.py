@@ -97,12 +97,12 @@ def keys(found: Size, gpus: Gpus, budgets: list[Budget]) -> dict[str, Any]:
 def markdown(title: str, found: Size, gpus: Gpus, budgets: list[Budget]) -> str:
     """The same for the summary of a job or a comment."""
     lines = [
-        f"### Size of {_cell(title)}",
+        f"### Size of {cell(title)}",
         "",
         f"{found.total_bytes:,} bytes ({draw.binary(found.total_bytes)}) in all.",
     ]
     lines += [f"{line}." for line in sentences(found, gpus)]
-    lines += [f"Note: {_cell(note)}." for note in found.notes]
+    lines += [f"Note: {cell(note)}." for note in found.notes]
     if budgets:
         lines += ["", "| budget | limit | found | |", "|---|---:|---:|---|"]
         for budget in budgets:
@@ -130,6 +130,6 @@ def junit(title: str, budgets: list[Budget]) -> str:
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Text that Markdown leaves as it is, as far as a table needs it."""
     return "".join(f"\\{c}" if c in "\\`*_|<>[]" else c for c in draw.clean(text))

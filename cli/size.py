@@ -101,7 +101,7 @@ def size(
         (junit, draw_size.junit(title, judged)),
     ):
         if file is not None:
-            _write(Path(file), text)
+            write_text(Path(file), text)
     if as_json:
         print_json(draw_size.keys(found, gpus, judged))
     else:
@@ -141,7 +141,7 @@ def _tokens(text: str) -> int:
     return value
 
 
-def _write(file: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
