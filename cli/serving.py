@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UsageError
+from ..formats.checkpoint import in_folder
+from ..hub.api import parse
 from . import draw
 from .options import Artifact, Json, SharedFusion, ends_cleanly, place_of, usable_device
 from .verdict import given, merged, pointing_to_check, told
@@ -31,8 +33,12 @@ Ep = Annotated[
     int, typer.Option(min=1, help="Expert-parallel size; must divide tp. Equal to it: whole experts a rank.")
 ]
 Sm = Annotated[int, typer.Option(help="Compute capability: 90 for Hopper, 100 for Blackwell.")]
-Prefill = Annotated[str, typer.Argument(metavar="PREFILL", help="Folder that the prefill pool serves.")]
-Decode = Annotated[str, typer.Argument(metavar="DECODE", help="Folder that the decode pool serves.")]
+Prefill = Annotated[
+    str, typer.Argument(metavar="PREFILL", help="What the prefill pool serves: a folder; for pair also a repo.")
+]
+Decode = Annotated[
+    str, typer.Argument(metavar="DECODE", help="What the decode pool serves: a folder, or for pair a repo.")
+]
 PoolTp = Annotated[int | None, typer.Option(min=1, help="Where this pool's differs from --tp.")]
 PoolEp = Annotated[int | None, typer.Option(min=1, help="Where this pool's differs from --ep.")]
 PageSize = Annotated[int | None, typer.Option(min=1, help="KV page (block) size, where you give one.")]
@@ -122,13 +128,16 @@ def pair(
     place = usable_device(device) if device is not None else "cpu"
     gc.disable()  # see options.planned
     names = [str(runtime)] if runtime else ["vllm", "sglang"]
-    folders = Path(prefill), Path(decode)
+    if run and (repo := next((text for text in (prefill, decode) if parse(text)), None)):
+        raise UsageError(f"{repo}: --run needs the weights at hand; first `phasefold pull {repo} DIR`")
+    places = place_of(prefill), place_of(decode)
+    folders = in_folder(places[0]).folder, in_folder(places[1]).folder
     findings: list[Finding] = []
     judged: list[Deployment] = []
     with pointing_to_check(*folders):
         if tokens is not None:
             _check_tokens(folders[0], tokens)
-        made, scales = scales_for(folders, Path(kv)) if kv is not None else (None, None)
+        made, scales = scales_for(places, Path(kv)) if kv is not None else (None, None)
         for name in names:
             pools = _pools(
                 name, tp, prefill_tp, decode_tp, ep, prefill_ep, decode_ep, sm, kv_dtype, page_size, attention_backend,
@@ -137,9 +146,9 @@ def pair(
             judged.append(pools[1])
             if run:  # D2 says of both pools what K5 says of each
                 findings += [finding for finding in judge(folders, pools)[0] if finding.rule != "K5"]
-            findings += belong(*folders, *pools)
+            findings += belong(*places, *pools)
             if made is not None:
-                findings += judge_scales(folders, pools, Path(str(kv)), made)
+                findings += judge_scales(places, pools, Path(str(kv)), made)
     findings = merged(findings)
     more: dict[str, Any] = {}
     stops = [finding for finding in findings if finding.severity != "warning"]

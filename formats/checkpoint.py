@@ -17,23 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ._shards import (
+from ._headers import (
     MAX_HEADER,
-    FolderShards,
-    Place,
     Range,
-    Repo,
-    ShardReader,
-    Shards,
     Stored,
     header_length,
-    in_folder,
     natural,
     parse_header,
     parse_json,
     read_file,
     read_header,
 )
+from ._shards import FolderShards, Place, Repo, ShardReader, Shards, in_folder
 
 __all__ = [
     "MAX_HEADER",

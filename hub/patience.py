@@ -25,17 +25,19 @@ _LONGEST = 3600.0
 _BUSY = (408, 425, 429)
 
 
-def patient(what: str, act: Callable[[], T], notice: Notice | None = None) -> T:
+def patient(what: str, act: Callable[[], T], notice: Notice | None = None, *, first: bool = False) -> T:
     """What `act` returns, which asks the Hub; it is done again while the Hub is busy or the connection breaks.
 
-    what: the repo, or a file in it, for messages. Raises HubError where the Hub refuses, or does not recover.
+    what: the repo, or a file in it, for messages. first: nothing was asked before, so that no answer at all is more
+    likely a wrong address, or no network, than a short failure: that is told at once.
+    Raises HubError where the Hub refuses, or does not recover.
     """
     for wait in (*WAITS, None):
         try:
             return act()
         except Exception as error:
             cause = _inner(error)
-            if not passes(cause):
+            if not passes(cause) or (first and status_of(cause) is None):
                 _refuse(what, cause)
             if wait is None:
                 again = "give the same command again to go on"

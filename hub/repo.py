@@ -11,12 +11,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from ..errors import HubError
 from ..formats.checkpoint import INDEX, MANIFEST, NO_SIDE_FILE, WORK, Place, Repo, header_length, natural
-from .api import Address, asking, client
+from .api import Address, client
 from .patience import Notice, patient
 from .ranges import fetch
 from .tree import Entry, git_oid, read_tree
@@ -24,6 +24,7 @@ from .window import Window
 
 #: read at first of each shard: most headers are shorter
 _FIRST = 1 << 17
+WINDOW = f"{WORK}/window"  # of a job, in its output folder
 _THREADS = 8  # requests at a time: small ones, which wait more than they carry
 
 
@@ -49,15 +50,7 @@ class RepoShards:
     def heads(self, files: Sequence[str]) -> Iterator[tuple[int, bytes]]:
         """See `Shards`."""
         with ThreadPoolExecutor(_THREADS) as pool:
-            yield from pool.map(self._head, files)
-
-    def _head(self, file: str) -> tuple[int, bytes]:
-        size = self.files[file].nbytes
-        begun = bytes(self._fetch(file, 0, min(size, _FIRST)))
-        end = 8 + header_length(begun[:8], size, f"{self.repo}/{file}")
-        if end > len(begun):
-            begun += self._fetch(file, len(begun), end)
-        return size, begun[8:end]
+            yield from pool.map(lambda f: _head(self.repo, self.revision, f, self.files[f].nbytes, self.notice), files)
 
     def samples(self, places: Mapping[str, Sequence[int]], nbytes: int) -> list[bytes]:
         """See `Shards`."""
@@ -77,9 +70,22 @@ class RepoShards:
         entry = self.files[file]
         return [entry.nbytes, entry.sha256 or entry.oid]
 
+    def sha256(self, file: str) -> str | None:
+        """As the Hub has it, where it stores the shard as LFS."""
+        return self.files[file].sha256
+
     def open(self) -> Window:
         """See `Shards`."""
         return Window(self.repo, self.revision, self.files, self.window, self.window_bytes, self.notice)
+
+
+@lru_cache(maxsize=4096)  # of a commit they do not change, and some verbs open a checkpoint more than once
+def _head(repo: str, revision: str, file: str, size: int, notice: Notice | None) -> tuple[int, bytes]:
+    begun = bytes(fetch(repo, revision, file, 0, min(size, _FIRST), notice=notice)) if size else b""
+    end = 8 + header_length(begun[:8], size, f"{repo}/{file}")
+    if end > len(begun):
+        begun += fetch(repo, revision, file, len(begun), end, notice=notice)
+    return size, begun[8:end]
 
 
 def open_repo(
@@ -126,8 +132,8 @@ def pinned(out: Path, address: Address) -> str | None:
 
 def commit_of(address: Address, notice: Notice | None = None) -> str:
     """The commit that a branch or tag is now. Raises HubError where there is none."""
-    with asking(str(address)):
-        sha = patient(str(address), lambda: client().repo_info(address.repo, revision=address.revision).sha, notice)
+    ask = partial(client().repo_info, address.repo, revision=address.revision)
+    sha = patient(str(address), lambda: ask().sha, notice, first=True)
     if not sha:
         raise HubError(f"{address}: the Hub does not say which commit that is")
     return sha

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import HubError, ResumeError
 from ..formats.checkpoint import CARD, INDEX, MANIFEST, side_files
-from ..formats.manifest import Manifest
 from ..formats.statistics import Statistics
 from ..quantize import output
 from ..quantize.claim import claim
@@ -47,7 +46,7 @@ def convert_to_repo(
     plan: Plan,
     out: Path,
     upload: Upload,
-    about: Callable[[Manifest], About],
+    about: About,
     *,
     workers: int = 2,
     progress: Progress | None = None,
@@ -96,7 +95,7 @@ def convert_to_repo(
         manifest = write_small_files(plan, out, sides, held_by, output.finished_shards(out, plan, place))
         small: dict[str, bytes | Path] = {name: out / name for name in (*sides, INDEX, MANIFEST) if name != CARD}
         small["config.json"] = plan.config
-        small[CARD] = card_of(out, plan.config, manifest, upload, about(manifest)).encode()
+        small[CARD] = card_of(out, plan.config, manifest, upload, about).encode()
         revision = upload.finish(small)
     return Streamed(result_since(began, plan, cards, len(records), manifest, Spent()), pushed(upload, revision))
 

@@ -97,8 +97,8 @@ class Window:
             need = sum(item.size for item in items if number in item.steps)
             if need > self.limit:
                 raise HubError(
-                    f"{self.repo}: {step} needs {need / 1e9:,.2f} GB of the source at once, the window holds "
-                    f"{self.limit / 1e9:,.2f} GB; give --window {-(-need // 10**9)}GB, or smaller shards"
+                    f"{self.repo}: {step} needs {need / 1e6:,.1f} MB of the source at once, the window holds "
+                    f"{self.limit / 1e6:,.1f} MB; give --window {-(-need // 10**9)}GB, or smaller shards"
                 )
         wanted = {path.name for item in items for path in (item.path, item.partial, item.journal)}
         for path in home.iterdir():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..errors import VerifyError
 from ..families import Model, identify
-from ..formats.checkpoint import MANIFEST, Checkpoint, open_checkpoint
+from ..formats.checkpoint import MANIFEST, Checkpoint, Place, open_checkpoint
 from ..formats.manifest import Manifest, read_manifest
 from ..quantize.fold import Folding, folding_of, undoing
 from .deployment import Deployment, Finding
@@ -53,7 +53,7 @@ class _Pool(NamedTuple):
         return folding_of(self.manifest) if self.manifest else {}
 
 
-def belong(prefill: Path, decode: Path, prefill_at: Deployment, decode_at: Deployment) -> list[Finding]:
+def belong(prefill: Path | Place, decode: Path | Place, prefill_at: Deployment, decode_at: Deployment) -> list[Finding]:
     """What stands against serving the two as a pair, by rule; [] where nothing does.
 
     Either may be an artifact or any other checkpoint of a known family, e.g. the FP8 release that an INT4 artifact was
@@ -71,8 +71,9 @@ def belong(prefill: Path, decode: Path, prefill_at: Deployment, decode_at: Deplo
     ]
 
 
-def _pool(phase: str, folder: Path, at: Deployment) -> _Pool:
-    checkpoint = open_checkpoint(folder)
+def _pool(phase: str, where: Path | Place, at: Deployment) -> _Pool:
+    checkpoint = open_checkpoint(where)
+    folder = checkpoint.folder
     model = identify(checkpoint.config)
     manifest, trouble = None, ""
     if (folder / MANIFEST).exists():

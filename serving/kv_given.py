@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import LoadError
 from ..families import identify
-from ..formats.checkpoint import Checkpoint, open_checkpoint
+from ..formats.checkpoint import Checkpoint, Place, open_checkpoint
 from ..formats.kv_scales import KVScales, read_kv_scales
 from ..quantize.kv import ROLE, misfit, other_folding, why
 from .deployment import Deployment, Finding
@@ -21,16 +21,16 @@ from .shards import read_number
 Scales = Mapping[int, Mapping[str, float]]
 
 
-def scales_for(folders: tuple[Path, Path], path: Path) -> tuple[KVScales, Scales]:
+def scales_for(places: tuple[Path | Place, Path | Place], path: Path) -> tuple[KVScales, Scales]:
     """The manifest at `path` and its scales for plain FP8 rows, where it is of the model of both pools.
 
     Raises LoadError where it is of another model, or where a pool is folded, CheckpointError where it cannot be read.
     """
     kv = read_kv_scales(path)
-    for folder in folders:
-        checkpoint = open_checkpoint(folder)
+    for where in places:
+        checkpoint = open_checkpoint(where)
         if reason := misfit(kv, identify(checkpoint.config)):
-            raise LoadError(f"{path}: not of the model in {folder}: {reason}; calibrate that one")
+            raise LoadError(f"{path}: not of the model in {checkpoint.label}: {reason}; calibrate that one")
         if reason := other_folding(kv, checkpoint):
             raise LoadError(f"{path}: {reason}; a folded cache is right at scale 1.0, without the file")
     return kv, kv.row_scales()
@@ -63,11 +63,11 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def judge_scales(
-    folders: tuple[Path, Path], pools: tuple[Deployment, Deployment], path: Path, kv: KVScales
+    places: tuple[Path | Place, Path | Place], pools: tuple[Deployment, Deployment], path: Path, kv: KVScales
 ) -> list[Finding]:
     """D4: what the runtime makes of a manifest's scales, if that is not to store the cache at them. Warnings only."""
     runtime, found = pools[0].runtime, []
-    checkpoints = [open_checkpoint(folder) for folder in folders]
+    checkpoints = [open_checkpoint(where) for where in places]
     model = identify(checkpoints[0].config)
     layouts = [kv_layout(model, at, phase) for phase, at in zip(PHASES, pools, strict=True)]
     if any(layout.refusal for layout in layouts):

@@ -133,7 +133,7 @@ def test_weights_come_through_a_window_that_never_overflows(server: HubServer, t
 
 def test_a_step_that_needs_more_than_the_window_is_refused_by_name(server: HubServer, tmp_path: Path) -> None:
     reader = Reader(opened(tmp_path / "window", 1_000_000))
-    with pytest.raises(HubError, match=r"step 0 needs .* GB of the source at once, the window holds .*; give --window"):
+    with pytest.raises(HubError, match=r"step 0 needs .* MB of the source at once, the window holds .*; give --window"):
         reader.expect(steps_of(opened(), 2))
     reader.close()
 
@@ -199,8 +199,9 @@ def test_small_files_are_held_against_their_hashes(server: HubServer, what: str)
 
 def test_a_hub_without_ranges_is_refused(server: HubServer) -> None:
     server.ways.whole = True
+    server.add("org/whole", SOURCE)
     with pytest.raises(HubError, match="a range was asked for and 200 came"):
-        opened()
+        open_checkpoint(open_repo(Address("org/whole", None)))
 
 
 def test_a_killed_job_finds_its_pieces_again(server: HubServer, tmp_path: Path) -> None:
