@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from . import draw
 from .options import (
+    Fetching,
     FoldFile,
     Json,
     KvFile,
@@ -20,6 +21,8 @@ from .options import (
     Source,
     Stats,
     Unfold,
+    Window,
+    WindowDir,
     Workers,
     cores,
     ends_cleanly,
@@ -94,6 +97,8 @@ def verify(
     source: Annotated[
         str | None, typer.Option(help="The checkpoint it was made from: every tensor is compared.")
     ] = None,
+    window: Window = None,
+    window_dir: WindowDir = None,
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
@@ -101,11 +106,14 @@ def verify(
     from ..quantize.verify import verify as check
 
     folder = Path(artifact)
+    if source is None and (window or window_dir):
+        raise UsageError("--window and --window-dir: only with a --source on the Hub; leave them out")
     if not os.path.isdir(artifact):
         raise CheckpointError(f"{artifact}: no such folder")
     total = sum(os.path.getsize(path) for path in folder.glob("*.safetensors")) * (2 if source else 1)
     with ends_cleanly("interrupted"), draw.progress("verifying", total, quiet=as_json) as advance:
-        verdict = check(folder, place_of(source) if source else None, workers=workers or cores(), progress=advance)
+        place = place_of(source, Fetching(window, window_dir, artifact=folder)) if source else None
+        verdict = check(folder, place, workers=workers or cores(), progress=advance)
     worst = {"tensor": verdict.worst[0], "relative_error": verdict.worst[1]} if verdict.worst else None
     if as_json:
         print_json({"ok": not verdict.problems, "problems": verdict.problems, "worst": worst,

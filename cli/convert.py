@@ -25,6 +25,8 @@ from .options import (
     Source,
     Stats,
     Unfold,
+    Window,
+    WindowDir,
     Workers,
     cores,
     ends_cleanly,
@@ -102,8 +104,8 @@ def convert(
     replace_all: Annotated[
         bool, typer.Option("--replace", help="With --push-to: all else that the branch holds goes.")
     ] = False,
-    window: Annotated[str, typer.Option(help="Disk for shards of a SOURCE on the Hub, with a unit.")] = "20GB",
-    window_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for them; in OUT if not given.")] = None,
+    window: Window = None,
+    window_dir: WindowDir = None,
     as_json: Json = False,
 ) -> None:
     """Carry a conversion out. Given again after an interruption, the same command goes on where it stopped."""
@@ -114,9 +116,9 @@ def convert(
     from ..quantize.summary import part_keys, result_keys
 
     by_ray = executor is ExecutorChoice.ray
-    _check_use(part, finish, by_ray, address, device, device_memory, workers)
+    _check_use(part, finish, by_ray, address, device, device_memory, workers, window or window_dir)
     upload = upload_for(push_to, public, tag, replace_all, alone=not (part or finish or by_ray))
-    fetching = Fetching(Path(out), window, window_dir)
+    fetching = Fetching(window, window_dir, out=Path(out))
     mine = parse(part) if part is not None else None
     memory, threads = size_of(device_memory or "4GB"), workers or cores()
     devices = choose("cpu" if by_ray or finish else device)
@@ -164,6 +166,7 @@ def _check_use(
     device: str,
     device_memory: str | None,
     workers: int | None,
+    window: str | None,
 ) -> None:
     """UsageError for options that mean nothing together."""
     if part is not None and finish:
@@ -176,6 +179,7 @@ def _check_use(
         raise UsageError("--address: of a Ray cluster; add --executor ray, or leave it out")
     if finish:
         given = {"--workers": workers is not None, "--device": device != "auto", "--device-memory": device_memory}
+        given["--window and --window-dir"] = window
         if unused := [name for name, there in given.items() if there]:
             raise UsageError(f"--finish: converts nothing; leave out {unused[0]}")
     if device_memory is not None and (device == "cpu" or by_ray):

@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from ..errors import UsageError
+from ..hub.api import parse
 from . import draw, draw_diff
-from .options import Json, ends_cleanly, open_source, print_json
+from .options import Fetching, Json, Window, WindowDir, ends_cleanly, open_source, print_json
 from .size import write_text
 
 
@@ -23,6 +25,8 @@ def diff(
         bool, typer.Option("--weights", help="Read and compare the tensors that both store alike; else headers only.")
     ] = False,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit 3 where anything differs.")] = False,
+    window: Window = None,
+    window_dir: WindowDir = None,
     markdown: Annotated[str | None, typer.Option(metavar="FILE", help="Write the tables as Markdown.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -31,7 +35,10 @@ def diff(
     from ..serving.diff_weights import alike
 
     gc.disable()  # headers are a million small values without a cycle: the collector would double their time
-    old, new = open_source(before), open_source(after)
+    fetching = Fetching(window, window_dir) if any(map(parse, (before, after))) else None
+    if (window or window_dir) and not (weights and fetching):
+        raise UsageError("--window and --window-dir: only with --weights of a repo on the Hub; leave them out")
+    old, new = (open_source(one, fetching if parse(one) else None, sides=True) for one in (before, after))
     gc.freeze()
     if weights:
         total = sum(stored.nbytes for _, stored in alike(old, new))

@@ -114,7 +114,6 @@ def stream(
     keys: dict[str, Any],
 ) -> None:
     """`convert --push-to`: carry it out, and say what was made and where it is."""
-    from ..formats.checkpoint import side_files
     from ..hub.patience import telling
     from ..hub.push import About
     from ..hub.stream import convert_to_repo
@@ -122,7 +121,7 @@ def stream(
     from ..serving.survey import survey_plan
 
     about = About(
-        None, None, draw_card.launch(survey_plan(made), side_files(made.checkpoint.folder), upload.repo, upload.branch)
+        None, None, draw_card.launch(survey_plan(made), made.checkpoint.side_files(), upload.repo, upload.branch)
     )
     with telling(draw.notice):
         done = convert_to_repo(made, out, upload, about, progress=advance, **how)

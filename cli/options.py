@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from ..errors import LoadError, UsageError
+from ..errors import HubError, LoadError, UsageError
 from . import draw
 
 if TYPE_CHECKING:
@@ -72,36 +72,54 @@ SharedFusion = Annotated[
     bool, typer.Option(help="SGLang may fuse shared experts (it runs without --disable-shared-experts-fusion).")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Window = Annotated[
+    str | None,
+    typer.Option(help="Disk for shards of a SOURCE on the Hub, with a unit; 20GB, or what one output shard needs."),
+]
+WindowDir = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for them.")]
 Workers = Annotated[int | None, typer.Option(min=1, max=256, help="Threads; as many as there are cores if not given.")]
 
 
 class Fetching(NamedTuple):
-    """For a job whose source may be on the Hub: the folder that it writes into, and its window."""
+    """For a job that reads weights, which may be on the Hub: the folder that it writes into, or reads; its window."""
 
-    out: Path
-    window: str = "20GB"
-    window_dir: str | None = None
+    window: str | None
+    window_dir: str | None
+    out: Path | None = None
+    artifact: Path | None = None
 
 
-def place_of(source: str, fetching: Fetching | None = None) -> Path | Place:
-    """A folder; or a repo of the Hub, where the text names one and no such folder is there."""
+def place_of(source: str, fetching: Fetching | None = None, *, sides: bool = False) -> Path | Place:
+    """A folder; or a repo of the Hub, where the text names one and no such folder is there. sides: see `open_repo`."""
     from ..hub.api import parse
 
     if (address := parse(source)) is None:
+        if fetching and (fetching.window or fetching.window_dir):
+            raise UsageError("--window and --window-dir: only for a SOURCE on the Hub; leave them out")
         return Path(source)
-    from ..hub.repo import WINDOW, open_repo, pinned
+    from ..formats.checkpoint import WINDOW
+    from ..hub.repo import made_from, open_repo, pinned
 
-    if fetching is None:
-        return open_repo(address, notice=draw.notice)
-    folder = Path(fetching.window_dir) if fetching.window_dir else fetching.out / WINDOW
-    begun, room = pinned(fetching.out, address), size_of(fetching.window)
-    return open_repo(address, revision=begun, window=folder, window_bytes=room, notice=draw.notice)
+    how: dict[str, Any] = {"sides": sides or bool(fetching), "notice": draw.notice}
+    if fetching is not None:
+        how["window"] = Path(fetching.window_dir) if fetching.window_dir else fetching.out and fetching.out / WINDOW
+        how["window_bytes"] = size_of(fetching.window) if fetching.window else None
+        if fetching.out is not None:
+            how["revision"] = pinned(fetching.out, address)
+        elif fetching.artifact is not None:
+            how["revision"] = made_from(fetching.artifact, address)
+    try:
+        return open_repo(address, **how)
+    except HubError as error:
+        if "no such repo" not in str(error):
+            raise
+        raise HubError(f"{error} (and there is no folder {source})") from None
 
 
-def open_source(source: str, fetching: Fetching | None = None) -> Checkpoint:
+def open_source(source: str, fetching: Fetching | None = None, *, sides: bool = False) -> Checkpoint:
     from ..formats.checkpoint import open_checkpoint
 
-    return open_checkpoint(place_of(source, fetching))
+    return open_checkpoint(place_of(source, fetching, sides=sides))
 
 
 def open_stats(folder: str | None) -> Statistics | None:

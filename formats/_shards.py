@@ -62,6 +62,10 @@ class Shards(Protocol):
         """Of the whole shard, where somebody vouches for it; it is not hashed for this."""
         ...
 
+    def scratch(self, order: Sequence[tuple[str, Sequence[Range]]], out: Path) -> int:
+        """Bytes on the disk of `out` that reading in this order takes for itself. order: see `ShardReader.expect`."""
+        ...
+
     def open(self) -> ShardReader:
         """For reading weights."""
         ...
@@ -78,13 +82,15 @@ class Repo(NamedTuple):
 class Place(NamedTuple):
     """Where a checkpoint is: the folder of its small files, and its shards.
 
-    label: what messages call it. repo: where it is on the Hub.
+    label: what messages call it. repo: where it is on the Hub. small: the files of a repo that lie in the folder, which
+    is a cache: others may have put more there. None: all that lie there count.
     """
 
     folder: Path
     shards: Shards
     label: str
     repo: Repo | None = None
+    small: frozenset[str] | None = None
 
     def identity(self) -> dict[str, str]:
         """What a manifest says of it: name, and the repo and revision of one on the Hub."""
@@ -136,6 +142,10 @@ class FolderShards:
     def sha256(self, file: str) -> str | None:
         """Nobody does."""
         return None
+
+    def scratch(self, order: Sequence[tuple[str, Sequence[Range]]], out: Path) -> int:
+        """None: it is read where it lies."""
+        return 0
 
     def open(self) -> FolderReader:
         """See `Shards`."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -56,6 +56,7 @@ __all__ = [
 INDEX = "model.safetensors.index.json"
 MANIFEST = "phasefold.json"
 WORK = ".phasefold"  # of a job that has not ended
+WINDOW = f"{WORK}/window"  # what waits there of a source on the Hub
 RESULT = re.compile(r"evals/\d{8}T\d{6}Z-[0-9a-f]{8}\.json")  # of `eval`: about a checkpoint, and no part of it
 CARD = "README.md"  # about the repo that a checkpoint lies in: copied, and extended by `push`, but no part of it
 STRAY_CONFIG = "hf_quant_config.json"  # modelopt's; beside a config.json that says otherwise it would mislead
@@ -105,6 +106,10 @@ class Checkpoint:
     def total_size(self) -> int:
         """Bytes of all tensors, as an index counts them."""
         return sum(stored.nbytes for stored in self.tensors.values())
+
+    def side_files(self) -> dict[str, int]:
+        """See the function of this name."""
+        return side_files(self.folder, self.place.small)
 
     @cached_property
     def digest(self) -> str:
@@ -195,11 +200,12 @@ def _agree(label: str, weight_map: Mapping[str, str], total: float | None, tenso
         raise CheckpointError(f"{label}: {INDEX} says total_size {total:,}, but the headers hold {held:,} bytes")
 
 
-def side_files(folder: Path) -> dict[str, int]:
+def side_files(folder: Path, only: Collection[str] | None = None) -> dict[str, int]:
     """Everything beside weights, index, config and manifest (tokenizer, templates, licence): relative path -> bytes.
 
     Left out: hidden files, aborted downloads (*.partial), results of `eval`, weights in other formats, and
-    hf_quant_config.json, which would contradict config.json. CheckpointError where one cannot be read or is no file.
+    hf_quant_config.json, which would contradict config.json. only: what else may count, None for all.
+    CheckpointError where one cannot be read or is no file.
     """
     found = {}
 
@@ -212,7 +218,13 @@ def side_files(folder: Path) -> dict[str, int]:
             for name in sorted(files):
                 relative = (path := Path(parent, name)).relative_to(folder).as_posix()
                 ours = relative in ("config.json", MANIFEST) or RESULT.fullmatch(relative)
-                if ours or name.startswith(".") or name == STRAY_CONFIG or name.endswith(NO_SIDE_FILE):
+                if (
+                    ours
+                    or (only is not None and relative not in only)
+                    or name.startswith(".")
+                    or name == STRAY_CONFIG
+                    or name.endswith(NO_SIDE_FILE)
+                ):
                     continue
                 with open(path, "rb") as file:
                     found[relative] = os.fstat(file.fileno()).st_size

@@ -6,9 +6,10 @@ Endpoint, token and cache are huggingface_hub's own settings (HF_ENDPOINT, HF_TO
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import __version__
@@ -17,6 +18,8 @@ from ..errors import HubError, UsageError
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+#: errors of writing a file: not the connection's, although huggingface_hub does not say which file
+OF_THIS_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM)
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[\w.][\w./-]{0,249}", re.ASCII)
 
@@ -34,7 +37,7 @@ class Address(NamedTuple):
 def parse(text: str) -> Address | None:
     """`org/name[@revision]`; None where a text is not of that form, or a file or folder has that name."""
     name, at, revision = text.partition("@")
-    if Path(text).exists() or not _REPO.fullmatch(name) or (at and not _REVISION.fullmatch(revision)):
+    if os.path.exists(text) or not _REPO.fullmatch(name) or (at and not _REVISION.fullmatch(revision)):
         return None
     return Address(name, revision or None)
 
@@ -45,6 +48,12 @@ def must_parse(text: str) -> Address:
     if not _REPO.fullmatch(name) or (at and not _REVISION.fullmatch(revision)):
         raise UsageError(f"{text!r}: no repo; give org/name, or org/name@revision")
     return Address(name, revision or None)
+
+
+def must_name(name: str) -> None:
+    """Raises UsageError where no branch or tag can have this name."""
+    if not _REVISION.fullmatch(name) or name.startswith(("refs/", "-")) or re.fullmatch(r"[0-9a-f]{40}", name):
+        raise UsageError(f"{name!r}: no name for a branch or tag that can be made; give another")
 
 
 def client() -> HfApi:
@@ -83,6 +92,10 @@ def asking(what: str) -> Iterator[None]:
     except (http_error, OSError, errors.XetDownloadError) as error:
         if isinstance(error, OSError) and error.filename is not None:  # a file of this machine
             raise
+        if isinstance(error, OSError) and error.errno in OF_THIS_MACHINE:
+            raise HubError(
+                f"{what}: cannot be written here ({error.strerror}); mend that, then give it again"
+            ) from None
         raise HubError(broken.format(_first_line(error))) from None
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from ..errors import HubError
-from .api import asking
+from .api import OF_THIS_MACHINE, asking
 
 Notice = Callable[[str], None]
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def passes(error: BaseException) -> bool:
     if isinstance(error, errors.HfHubHTTPError):
         return (status := status_of(error)) is None or status in _BUSY or status >= 500
     if isinstance(error, OSError):
-        return error.filename is None  # with a name it is a file of this machine
+        return error.filename is None and error.errno not in OF_THIS_MACHINE
     transport = any(c.__module__.startswith("httpx") and c.__name__ == "HTTPError" for c in type(error).__mro__)
     return transport or isinstance(error, RuntimeError | errors.XetDownloadError)  # hf_xet's errors are RuntimeErrors
 

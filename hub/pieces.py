@@ -70,10 +70,11 @@ class Item:
         return self.begun and not self._left
 
     def found(self) -> None:
-        """See what an earlier run has left of it. A range without a hash is not trusted over a crash."""
-        if self.path.exists() and self.path.stat().st_size == self.size and self.entry:
-            self.ready = True
-        elif self.entry and self.partial.exists() and self.journal.exists():
+        """See what an earlier run has left of it, which is hashed once more. A range without a hash is not trusted."""
+        if self.entry and self.path.exists() and self.path.stat().st_size == self.size:
+            os.replace(self.path, self.partial)
+            self.journal.write_text("".join(f"{number}\n" for number in range(-(-self.size // PIECE))))
+        if self.entry and self.partial.exists() and self.journal.exists():
             self.begin()
         else:
             self.remove()
@@ -150,6 +151,15 @@ class Item:
         self._handle, self.begun, self.ready, self._todo, self._left = -1, False, False, [], set()
         for path in (self.path, self.partial, self.journal):
             path.unlink(missing_ok=True)
+
+
+def most_at_once(items: Sequence[Item], order: Sequence[tuple[str, Sequence[Range]]]) -> tuple[str, int]:
+    """The step that needs most at once, and how many bytes."""
+    need = [0] * len(order)
+    for item in items:
+        for number in item.steps:
+            need[number] += item.size
+    return max(((step, nbytes) for (step, _), nbytes in zip(order, need, strict=True)), key=lambda one: one[1])
 
 
 def items_of(order: Sequence[tuple[str, Sequence[Range]]], files: Mapping[str, Entry], home: Path) -> list[Item]:

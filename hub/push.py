@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,7 +156,8 @@ def card_of(artifact: Path, config: bytes, manifest: Manifest, upload: Upload, a
     """README.md as it goes up: the repo's own is gone on with, since it may have been edited there."""
     existing: bytes | None = None
     if CARD in upload.tree and not upload.replace:
-        existing = patient(f"{upload.repo}/{CARD}", upload.read_card, upload.notice)
+        get = partial(upload.api.hf_hub_download, upload.repo, CARD, revision=upload.head)
+        existing = Path(patient(f"{upload.repo}/{CARD}", get, upload.notice)).read_bytes()
     elif (artifact / CARD).is_file():
         existing = (artifact / CARD).read_bytes()
     try:

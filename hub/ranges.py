@@ -44,16 +44,23 @@ def fetch(
     def ask() -> bytearray:
         found = bytearray()
         with http_stream_backoff(
-            "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, retry_on_exceptions=()
+            "GET",
+            url,
+            headers=headers,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            retry_on_exceptions=(),  # `patient` does that, and its waits have bounds
+            retry_on_status_codes=(),
         ) as response:
             hf_raise_for_status(response)
             _check(what, response.status_code, response.headers.get("Content-Range"), start, stop)
-            for chunk in response.iter_bytes(1 << 20):
+            for chunk in response.iter_bytes(1 << 16):
                 if closed():
                     raise Closed
                 found += chunk
-        if len(found) != stop - start:
-            raise HubError(f"{what}: {len(found):,} bytes came for a range of {stop - start:,}")
+                if len(found) > stop - start:
+                    raise HubError(f"{what}: more bytes come than the range of {stop - start:,} that was asked for")
+        if len(found) < stop - start:
+            raise ConnectionError(f"{len(found):,} bytes came for a range of {stop - start:,}")
         return found
 
     return patient(what, ask, notice)

@@ -6,25 +6,25 @@ The commit is settled once, when the repo is opened, and everything is read at t
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
 from ..errors import HubError
-from ..formats.checkpoint import INDEX, MANIFEST, NO_SIDE_FILE, WORK, Place, Repo, header_length, natural
+from ..formats.checkpoint import INDEX, MANIFEST, NO_SIDE_FILE, WORK, Place, Range, Repo, header_length, natural
 from .api import Address, client
-from .patience import Notice, patient
+from .fanout import mapped
+from .patience import Notice, patient, telling
+from .pieces import items_of
 from .ranges import fetch
-from .tree import Entry, git_oid, read_tree
-from .window import Window
+from .tree import Entry, holds, of_file, read_tree
+from .window import Window, check_disk, limit_for
 
 #: read at first of each shard: most headers are shorter
 _FIRST = 1 << 17
-WINDOW = f"{WORK}/window"  # of a job, in its output folder
+_LARGE = 64 << 20
 _THREADS = 8  # requests at a time: small ones, which wait more than they carry
 
 
@@ -33,14 +33,14 @@ class RepoShards:
     """The shards of a repo at a commit. It can be sent to other processes, which then ask the Hub themselves.
 
     files: shard -> what the Hub says of it, in natural order. window: the folder in which shards wait that are read
-    whole, or None for a temporary one, and the bytes that may lie there. notice: told of delays.
+    whole, or None for a temporary one, and the bytes that may lie there (None: see `Window`). notice: told of delays.
     """
 
     repo: str
     revision: str
     files: Mapping[str, Entry]
     window: Path | None = None
-    window_bytes: int = 20_000_000_000
+    window_bytes: int | None = None
     notice: Notice | None = None
 
     def names(self) -> Sequence[str]:
@@ -49,17 +49,18 @@ class RepoShards:
 
     def heads(self, files: Sequence[str]) -> Iterator[tuple[int, bytes]]:
         """See `Shards`."""
-        with ThreadPoolExecutor(_THREADS) as pool:
-            yield from pool.map(lambda f: _head(self.repo, self.revision, f, self.files[f].nbytes, self.notice), files)
+        return iter(mapped(partial(self._head, notice=self.notice), files, _THREADS))
+
+    def _head(self, file: str, notice: Notice | None) -> tuple[int, bytes]:
+        return _head(self.repo, self.revision, file, self.files[file].nbytes, notice)
 
     def samples(self, places: Mapping[str, Sequence[int]], nbytes: int) -> list[bytes]:
         """See `Shards`."""
         wanted = [(file, at, min(at + nbytes, self.files[file].nbytes)) for file in places for at in places[file]]
-        with ThreadPoolExecutor(2 * _THREADS) as pool:
-            found = pool.map(lambda one: bytes(self._fetch(*one)), wanted)
-            parts: dict[str, list[bytes]] = {file: [] for file in places}
-            for (file, _, _), part in zip(wanted, found, strict=True):
-                parts[file].append(part)
+        found = mapped(lambda one: bytes(self._fetch(*one)), wanted, 2 * _THREADS)
+        parts: dict[str, list[bytes]] = {file: [] for file in places}
+        for (file, _, _), part in zip(wanted, found, strict=True):
+            parts[file].append(part)
         return [b"".join(part) for part in parts.values()]
 
     def _fetch(self, file: str, start: int, stop: int) -> bytearray:
@@ -74,9 +75,30 @@ class RepoShards:
         """As the Hub has it, where it stores the shard as LFS."""
         return self.files[file].sha256
 
+    def scratch(self, order: Sequence[tuple[str, Sequence[Range]]], out: Path) -> int:
+        """See `Shards`. Raises HubError where the window, or another disk that it is on, is too small for this."""
+        items = items_of(order, self.files, Path())
+        if not items:
+            return 0
+        need = min(limit_for(self.repo, items, order, self.window_bytes), sum(item.size for item in items))
+        if self.window is None:
+            return 0
+        need -= sum(path.stat().st_blocks * 512 for path in self.window.rglob("*") if path.is_file())
+        if _disk(self.window) == _disk(out):
+            return max(need, 0)
+        check_disk(self.window, need)
+        return 0
+
     def open(self) -> Window:
         """See `Shards`."""
         return Window(self.repo, self.revision, self.files, self.window, self.window_bytes, self.notice)
+
+
+def _disk(place: Path) -> int:
+    place = place.absolute()
+    while not place.exists():
+        place = place.parent
+    return place.stat().st_dev
 
 
 @lru_cache(maxsize=4096)  # of a commit they do not change, and some verbs open a checkpoint more than once
@@ -91,41 +113,55 @@ def _head(repo: str, revision: str, file: str, size: int, notice: Notice | None)
 def open_repo(
     address: Address,
     *,
+    sides: bool = True,
     revision: str | None = None,
     window: Path | None = None,
-    window_bytes: int = 20_000_000_000,
+    window_bytes: int | None = None,
     notice: Notice | None = None,
 ) -> Place:
     """A repo at the commit that its revision is now, its small files fetched and held against the Hub's hashes.
 
+    sides: all side files are needed; else large ones (films, archives) stay where they are.
     revision: the commit, where that is known already: see `pinned`. window, window_bytes, notice: see `RepoShards`.
     Raises HubError where it cannot be had.
     """
     api = client()
+    what = f"{address.repo}@{revision[:12]} (with which this was begun, or made)" if revision else str(address)
     revision = revision or commit_of(address, notice)
-    tree = patient(str(address), lambda: read_tree(api, address.repo, revision), notice)
+    tree = patient(what, lambda: read_tree(api, address.repo, revision), notice)
     names = [path for path in tree if path.endswith(".safetensors") and "/" not in path]
     shards = {file: tree[file] for file in sorted(names, key=natural)}
-    small = [path for path in tree if path not in shards and _is_small(path)]
+    small = [path for path in tree if path not in shards and _is_small(path, tree[path].nbytes, sides)]
     if "config.json" not in tree:
         raise HubError(f"{address}: no config.json in it; give the repo of a checkpoint that is whole")
-    with ThreadPoolExecutor(_THREADS) as pool:
-        got = list(pool.map(lambda path: _cached(address.repo, revision, path, tree[path], notice), small))
+    with telling(notice) if notice else contextlib.nullcontext():
+        got = mapped(lambda path: _cached(address.repo, revision, path, tree[path], notice), small, _THREADS)
     folder = got[small.index("config.json")].parent
     found = RepoShards(address.repo, revision, shards, window, window_bytes, notice)
-    return Place(folder, found, f"{address.repo}@{revision[:12]}", Repo(address.repo, revision, address.revision))
+    return Place(
+        folder,
+        found,
+        f"{address.repo}@{revision[:12]}",
+        Repo(address.repo, revision, address.revision),
+        frozenset(small),
+    )
 
 
 def pinned(out: Path, address: Address) -> str | None:
-    """The commit with which a job in an output folder was begun, or an artifact there was made; None: there is none.
+    """The commit with which an unfinished job in an output folder was begun; None: there is none.
 
     A branch may move on while a job takes its hours: it goes on with what it began with.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         name, revision, asked = json.loads((out / WORK / "job.json").read_bytes())["repo"]
         return str(revision) if (name, asked) == tuple(address) else None
+    return None
+
+
+def made_from(artifact: Path, address: Address) -> str | None:
+    """The commit of a repo that an artifact was made from; None: of no such repo, or a revision is asked for."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        source = json.loads((out / MANIFEST).read_bytes())["source"]
+        source = json.loads((artifact / MANIFEST).read_bytes())["source"]
         return str(source["revision"]) if (source["repo"], None) == tuple(address) else None
     return None
 
@@ -139,10 +175,12 @@ def commit_of(address: Address, notice: Notice | None = None) -> str:
     return sha
 
 
-def _is_small(path: str) -> bool:
-    """Whether a file is one of those that lie beside weights: see `side_files`."""
+def _is_small(path: str, nbytes: int, sides: bool) -> bool:
+    """Whether a file is one of those that lie beside weights (see `side_files`), and is needed."""
+    if path in ("config.json", INDEX, MANIFEST):
+        return True
     hidden = any(part.startswith(".") for part in path.split("/"))
-    return path in ("config.json", INDEX, MANIFEST) or not (hidden or path.endswith(NO_SIDE_FILE))
+    return not (hidden or path.endswith(NO_SIDE_FILE)) and (sides or nbytes <= _LARGE)
 
 
 def _cached(repo: str, revision: str, path: str, entry: Entry, notice: Notice | None) -> Path:
@@ -153,7 +191,6 @@ def _cached(repo: str, revision: str, path: str, entry: Entry, notice: Notice | 
     for again in (False, True):
         get = partial(hf_hub_download, repo, path, revision=revision, force_download=again)
         found = Path(patient(what, get, notice))
-        data = found.read_bytes()
-        if (hashlib.sha256(data).hexdigest() == entry.sha256) if entry.sha256 else (git_oid(data) == entry.oid):
+        if holds(entry, of_file(found)):
             return found
     raise HubError(f"{what}: what the Hub sends does not have the hash that it names")

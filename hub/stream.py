@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import HubError, ResumeError
-from ..formats.checkpoint import CARD, INDEX, MANIFEST, side_files
+from ..formats.checkpoint import CARD, INDEX, MANIFEST
 from ..formats.statistics import Statistics
 from ..quantize import output
 from ..quantize.claim import claim
-from ..quantize.convert import Result, clocks, guide_of, index_of, result_since, tell_algebra, write_small_files
+from ..quantize.convert import Result, clocks, guide_of, index_of, result_since, tell_claim, write_small_files
 from ..quantize.plan import Plan
 from ..quantize.units import Shard
-from ..quantize.workers import Progress, Spent, write_shards
+from ..quantize.workers import Progress, Spent, scratch, write_shards
 from .push import About, Pushed, card_of, pushed
 from .tree import Meant, meant, of_file
 from .upload import Upload
@@ -30,8 +30,7 @@ from .upload import Upload
 if TYPE_CHECKING:
     from ..quantize.cards import Cards
 
-#: bytes of a commit, and of shards that wait for the connection: with the shards that are written, and the window of a
-#: source on the Hub, this is all that lies on disk
+#: bytes of a commit; twice that of shards may lie here, in work, finished, or sent and not committed
 BATCH_BYTES = 10_000_000_000
 
 
@@ -63,33 +62,32 @@ def convert_to_repo(
     source, place = plan.checkpoint.folder, str(upload)
     output.check_place(source, out)
     guide, algebra = guide_of(plan, statistics, workers, cards)
-    sides = side_files(source)
+    sides = plan.checkpoint.side_files()
     if output.is_finished(out, plan):
         raise ResumeError(f"{out}: holds the whole artifact already; `phasefold push {out} {upload.repo}` sends it")
-    output.check_space(out, min(2 * BATCH_BYTES, sum(shard.size for shard in plan.shards)))
     with claim(out, plan, algebra) as held_by:
-        tell_algebra(held_by, notice)
+        tell_claim(plan, held_by, notice)
+        _forget_lost(plan, out, upload, notice)
         records = output.finished_shards(out, plan, place)
         expected = _expected(plan, sides, records)
         if len(records) == len(plan.shards):  # the manifest is known, and may be there
             write_small_files(plan, out, sides, held_by, records)
             expected[MANIFEST] = of_file(out / MANIFEST)
+        todo = [shard for shard in plan.shards if shard.file not in records]
+        output.check_space(out, min(2 * BATCH_BYTES, sum(s.size for s in todo)) + scratch(plan.checkpoint, out, todo))
         there = upload.begin(expected)
-        sender = _Sender(out, upload, place)
+        sender = _Sender(out, upload)
         for shard in plan.shards:
             if shard.file in there and shard.file in records:
                 sender.let_go(shard.file)
                 upload.skipped[shard.file] = shard.size
-            elif shard.file in records and not (out / shard.file).exists():
-                raise HubError(f"{upload}: {shard.file} was sent there, and is gone; delete {out} to begin anew")
         if progress:
             progress(sum(shard.source_bytes for shard in plan.shards if shard.file in records))
-        todo = [shard for shard in plan.shards if shard.file not in records]
         with sender:
             for shard in plan.shards:
                 if shard.file in records and shard.file not in there:
-                    sender.offer(shard)
-            busy = write_shards(plan.checkpoint, out, todo, workers, progress, guide, cards, sender.offer).busy
+                    sender.landed(shard)
+            busy = write_shards(plan.checkpoint, out, todo, workers, progress, guide, cards, sender).busy
         if busy:
             raise ResumeError(f"{out / busy[0].file}: another process is writing it")
         manifest = write_small_files(plan, out, sides, held_by, output.finished_shards(out, plan, place))
@@ -100,6 +98,19 @@ def convert_to_repo(
     return Streamed(result_since(began, plan, cards, len(records), manifest, Spent()), pushed(upload, revision))
 
 
+def _forget_lost(plan: Plan, out: Path, upload: Upload, notice: Callable[[str], None] | None) -> None:
+    """Take back the records of shards that were sent and are in the branch no more: they are made again, and said."""
+    sent = {
+        file: one for file, one in output.finished_shards(out, plan, str(upload)).items() if not (out / file).exists()
+    }
+    there = upload.present({file: Meant(int(one["bytes"]), str(one["sha256"])) for file, one in sent.items()})
+    if lost := [file for file in sent if file not in there]:
+        for file in lost:
+            output.record_path(out, file).unlink()
+        if notice:
+            notice(f"{upload}: {lost[0]} and {len(lost) - 1:,} more were sent there and are gone; they are made anew")
+
+
 def _expected(plan: Plan, sides: Iterable[str], records: Mapping[str, Mapping[str, Any]]) -> dict[str, Meant]:
     """Every file that the artifact will have, with what is known of it; of the manifest only that it will be there."""
     found = {shard.file: Meant(shard.size, records.get(shard.file, {}).get("sha256")) for shard in plan.shards}
@@ -108,17 +119,17 @@ def _expected(plan: Plan, sides: Iterable[str], records: Mapping[str, Mapping[st
 
 
 class _Sender:
-    """A thread that sends shards as they are finished, and lets go those that the Hub has.
+    """A thread that sends shards as they are finished, and lets go those that the Hub has: a `Landing`.
 
     A context manager: leaving it waits until all are sent; an exception leaves at once.
     """
 
-    def __init__(self, out: Path, upload: Upload, place: str) -> None:
-        self.out, self.upload, self.place = out, upload, place
+    def __init__(self, out: Path, upload: Upload) -> None:
+        self.out, self.upload = out, upload
         self._changed = threading.Condition()
         self._waiting: deque[Shard] = deque()
-        self._bytes = 0  # of shards that are finished and not sent
-        self._ends = self._stops = False
+        self._here: dict[str, int] = {}  # bytes of shards in work, or finished and not yet let go
+        self._full = self._ends = self._stops = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, daemon=True, name="push")
 
@@ -137,49 +148,67 @@ class _Sender:
         if self._error:
             raise self._error
 
-    def offer(self, shard: Shard) -> None:
-        """Have a finished shard sent. Waits where too much is waiting already; raises what sending has raised."""
+    def may_begin(self, shard: Shard) -> bool:
+        """See `Landing`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + shard.size <= BATCH_BYTES or self._error)
             if self._error:
                 raise self._error
+            self._full = bool(self._here) and sum(self._here.values()) + shard.size > 2 * BATCH_BYTES
+            if self._full:
+                self._changed.notify_all()
+            else:
+                self._here[shard.file] = shard.size
+            return not self._full
+
+    def wait(self) -> None:
+        """See `Landing`."""
+        with self._changed:
+            self._changed.wait(timeout=0.5)
+
+    def landed(self, shard: Shard) -> None:
+        """See `Landing`."""
+        with self._changed:
+            self._here[shard.file] = shard.size
             self._waiting.append(shard)
-            self._bytes += shard.size
             self._changed.notify_all()
 
     def _work(self) -> None:
         try:
-            while (shard := self._next()) is not None:
-                record = output.record_of(self.out, shard)
-                if record is None:
-                    raise HubError(f"{self.out / shard.file}: has gone before it was sent; give the same command again")
-                self.upload.add(shard.file, self.out / shard.file, shard.size, str(record["sha256"]))
+            while not self._stops:
+                shard = self._next()
+                if self._stops:
+                    return
+                if shard is not None:
+                    record = output.record_of(self.out, shard)
+                    if record is None:
+                        raise HubError(f"{self.out / shard.file}: has gone before it was sent; give the command again")
+                    self.upload.add(shard.file, self.out / shard.file, shard.size, str(record["sha256"]))
+                else:  # all is sent, or workers wait for room
+                    self.upload.commit()
                 with self._changed:
-                    self._bytes -= shard.size
-                    self._changed.notify_all()
-                self._let_go_committed()
-            if not self._stops:
-                self.upload.commit()
-                self._let_go_committed()
+                    there = [file for file in self._here if file in self.upload.committed]
+                for file in there:
+                    self.let_go(file)
+                if shard is None and self._ends:
+                    return
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
     def _next(self) -> Shard | None:
+        """The next shard to send; None where what was sent is to be committed now."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._ends)
-            return self._waiting.popleft() if self._waiting and not self._stops else None
-
-    def _let_go_committed(self) -> None:
-        for file in [file for file in self.upload.committed if (self.out / file).exists()]:
-            if output.record_path(self.out, file).exists():
-                self.let_go(file)
+            self._changed.wait_for(lambda: self._waiting or self._ends or (self._full and self.upload.pending))
+            return self._waiting.popleft() if self._waiting else None
 
     def let_go(self, file: str) -> None:
         """The Hub has a shard: note it, then delete it here."""
         path = output.record_path(self.out, file)
         record = json.loads(path.read_bytes())
-        if record.get("sent") != self.place:
-            output.atomic_write(path, output.to_json(record | {"sent": self.place}))
+        if record.get("sent") != str(self.upload):
+            output.atomic_write(path, output.to_json(record | {"sent": str(self.upload)}))
         (self.out / file).unlink(missing_ok=True)
+        with self._changed:
+            self._here.pop(file, None)
+            self._changed.notify_all()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..formats.checkpoint import INDEX, MANIFEST, OTHER_WEIGHTS
+from ..formats.checkpoint import INDEX, MANIFEST, OTHER_WEIGHTS, STRAY_CONFIG
 from ..quantize.output import hash_file
 
 if TYPE_CHECKING:
@@ -61,10 +62,31 @@ def differing(tree: Mapping[str, Entry], wanted: Mapping[str, Meant]) -> list[st
     return [path for path, one in wanted.items() if holds(tree.get(path), one) is False]
 
 
+#: files that runtimes read, whoever put them beside the weights
+_READ = re.compile(r".*\.(py|jinja|model|tiktoken)|.*(token|vocab|merges|chat_template|processor|generation_config).*")
+
+
+def disturbing(paths: Iterable[str]) -> list[str]:
+    """The files among them that runtimes would read with an artifact that has no such file."""
+    return [path for path in paths if _READ.fullmatch(path)]
+
+
 def weights(paths: Iterable[str]) -> list[str]:
     """The files among them that are weights, indexes of weights, or make a folder look like a checkpoint."""
     ends = (".safetensors", ".safetensors.index.json", *OTHER_WEIGHTS)
-    return [path for path in paths if path in MARKS or path.endswith(ends)]
+    return [path for path in paths if path in (*MARKS, STRAY_CONFIG) or path.endswith(ends)]
+
+
+def others(tree: Mapping[str, Entry], wanted: Mapping[str, Meant], *, whole: bool) -> list[str]:
+    """Files of something else: weights, what makes it look whole, what runtimes would read, what has another content.
+
+    An artifact's own config, index and manifest come last: with one of them there, all of it is (`whole`), or it is not
+    this artifact.
+    """
+    wrong = [path for path, one in wanted.items() if path in tree and holds(tree[path], one) is False]
+    strays = [path for path in (*weights(tree), *disturbing(tree)) if path not in wanted]
+    found = sorted({*wrong, *strays}, key=lambda path: (path in MARKS, path))
+    return found + [mark for mark in MARKS if mark in tree and mark not in found and not whole]
 
 
 def read_tree(api: HfApi, repo: str, revision: str) -> dict[str, Entry]:

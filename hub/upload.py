@@ -8,7 +8,6 @@ there: LFS files that are on the Hub's storage, and shards that are committed, a
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..errors import HubError
-from ..formats.checkpoint import CARD
-from .api import Address, asking, client
+from .api import Address, asking, client, must_name
 from .patience import Notice, patient, status_of
 from .tree import (
     ATTRIBUTES,
@@ -31,8 +29,8 @@ from .tree import (
     holds,
     meant,
     of_file,
+    others,
     read_tree,
-    weights,
 )
 
 if TYPE_CHECKING:
@@ -74,9 +72,9 @@ class Upload:
         self._tags: set[str] = set()
         self._meant: dict[str, Meant] = {}
         self._pending: list[CommitOperationAdd] = []
-        for name in (self.branch, self.tag or "main"):
-            if name.startswith("refs/") or re.fullmatch(r"[0-9a-f]{40}", name):
-                raise HubError(f"{self.repo}: {name} is no name for a branch or tag that can be made; give another")
+        must_name(self.branch)
+        if tag is not None:
+            must_name(tag)
 
     def __str__(self) -> str:
         return f"{self.repo}@{self.branch}"
@@ -100,13 +98,15 @@ class Upload:
         self._meant = dict(expected)
         self._read()
         there = {path for path, one in expected.items() if holds(self.tree.get(path), one)}
-        if not self.replace and (others := self._others(there)):
-            more = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
+        if not self.replace and (strange := self._strange(there)):
+            more = f" and {len(strange) - 1:,} more" if len(strange) > 1 else ""
             raise HubError(
-                f"{self}: holds {others[0]}{more}, which {'is' if len(others) == 1 else 'are'} not this artifact's; "
+                f"{self}: holds {strange[0]}{more}, which {'is' if len(strange) == 1 else 'are'} not this artifact's; "
                 "give another --branch, or --replace, and then this artifact takes the place of all that is there"
             )
-        if self.tag in self._tags and (len(there) < len(expected) or self._at(str(self.tag)) != self.head):
+        if self.tag in self._branches or self.tag == self.branch:
+            raise HubError(f"{self.repo}: {self.tag} is a branch, a tag of its name would stand for it; give another")
+        if self.tag in self._tags and differing(self._tree_at(str(self.tag)), expected):
             raise HubError(f"{self.repo}: tag {self.tag} exists and is of something else; give another tag")
         return there
 
@@ -144,24 +144,19 @@ class Upload:
         """The commit that a branch or tag stands for."""
         return patient(str(self), lambda: self.api.repo_info(self.repo, revision=revision).sha, self.notice)
 
-    def _others(self, there: set[str]) -> list[str]:
-        """Weights of something else, and what makes something else look whole.
+    def _strange(self, there: set[str]) -> list[str]:
+        return others(self.tree, self._meant, whole=len(there) == len(self._meant))
 
-        This artifact's own config, index and manifest come last: with one of them there, all of it is, or it is not
-        this artifact.
-        """
-        found = [p for p in weights(self.tree) if p not in self._meant or holds(self.tree[p], self._meant[p]) is False]
-        if len(there) < len(self._meant):
-            found += [mark for mark in MARKS if mark in self.tree and mark not in found]
-        return found
+    def present(self, wanted: Mapping[str, Meant]) -> set[str]:
+        """Which of these files the branch has now; nothing is written, and nothing else is refused."""
+        if not wanted:
+            return set()
+        self._read()
+        return {path for path, one in wanted.items() if holds(self.tree.get(path), one)}
 
     def has(self, path: str, wanted: Meant) -> bool:
         """Whether the branch held a file, with this content, when it was last looked at."""
         return holds(self.tree.get(path), wanted) is True
-
-    def read_card(self) -> bytes:
-        """The README.md of the branch. What the library raises is not caught here."""
-        return Path(self.api.hf_hub_download(self.repo, CARD, revision=self.head)).read_bytes()
 
     # writing
 
@@ -184,7 +179,7 @@ class Upload:
             start = partial(self.api.create_branch, self.repo, revision=commits[-1].commit_id, exist_ok=True)
             patient(str(self), partial(start, branch=self.branch), self.notice)
             there = self.look(expected)
-        marks = [mark for mark in self._others(there) if mark in MARKS]
+        marks = [mark for mark in self._strange(there) if mark in MARKS]
         if marks:  # only ever with `replace`
             self._commit([CommitOperationDelete(mark) for mark in marks], "Take away what another artifact replaces")
         self.committed |= there - set(marks)
@@ -216,6 +211,11 @@ class Upload:
         if sum(one.upload_info.size for one in self._pending) >= self.batch_bytes:
             self.commit()
         return True
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything was sent since the last commit."""
+        return bool(self._pending)
 
     def commit(self) -> None:
         """Commit what was sent since the last one."""
@@ -305,8 +305,6 @@ class Upload:
         kept = {*self._meant, ATTRIBUTES}
         gone = sorted(path for path in self.tree if path not in kept) if self.replace else []
         operations = [*self._pending, *(CommitOperationDelete(path, is_folder=False) for path in gone)]
-        if operations and self.tag in self._tags:
-            raise HubError(f"{self.repo}: tag {self.tag} exists and is of something else; give another tag")
         if operations:
             self._commit(operations, message or f"Add {len(self._meant)} files by phasefold {__version__}")
             self._pending = []

@@ -14,24 +14,71 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import HubError, PhasefoldError
 from ..formats.checkpoint import Range
 from .patience import Notice
-from .pieces import Item, items_of
+from .pieces import Item, items_of, most_at_once
 from .ranges import Closed, fetch
 from .tree import Entry
 
+LIMIT = 20_000_000_000
 THREADS = 4  # that fetch, all of them pieces of the item that is needed first
+
+
+def check_disk(place: Path, need: int) -> None:
+    """HubError where a disk has no room for a window that takes so many bytes more."""
+    while not place.exists():
+        place = place.absolute().parent
+    if need > (free := shutil.disk_usage(place).free):
+        raise HubError(
+            f"{place}: the window takes {need / 1e6:,.0f} MB more, the disk has {free / 1e6:,.0f} MB free; give "
+            "--window less, or --window-dir elsewhere"
+        )
+
+
+def limit_for(repo: str, items: Sequence[Item], order: Sequence[tuple[str, Sequence[Range]]], asked: int | None) -> int:
+    """Bytes that a window may hold. Raises HubError where that is asked to be less than one step needs."""
+    step, need = most_at_once(items, order)
+    if asked is not None and need > asked:
+        raise HubError(
+            f"{repo}: {step} needs {need / 1e6:,.1f} MB of the source at once, the window holds {asked / 1e6:,.1f} MB; "
+            f"give --window {-(-need // 10**9)}GB, or a smaller --shard-size"
+        )
+    return asked or max(LIMIT, need)
+
+
+def _is(handle: int, path: Path) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _sweep(place: Path) -> None:
+    """Delete what killed processes have left of a repo, which nobody holds, once a job is done with it."""
+    for home in place.glob("window-*"):
+        with contextlib.suppress(OSError):
+            handle = os.open(home / "lock", os.O_RDWR)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(home)
+            finally:
+                os.close(handle)
+    with contextlib.suppress(OSError):
+        place.rmdir()
 
 
 class Window:
     """A `ShardReader` over a repo at a commit.
 
     place: the folder in which items wait, which others may share (each takes a folder of its own in it); None: a
-    temporary one. limit: bytes that may lie there. What nobody has announced by `expect` is fetched as it is read.
+    temporary one. limit: bytes that may lie there; None: `LIMIT`, or what one step needs if that is more. What nobody
+    has announced by `expect` is fetched as it is read.
     """
 
     def __init__(
@@ -40,11 +87,11 @@ class Window:
         revision: str,
         files: Mapping[str, Entry],
         place: Path | None,
-        limit: int,
+        limit: int | None,
         notice: Notice | None = None,
     ) -> None:
-        self.repo, self.revision, self.files, self.limit, self.notice = repo, revision, files, limit, notice
-        self._place = place
+        self.repo, self.revision, self.files, self.notice = repo, revision, files, notice
+        self.limit, self._asked, self._place = limit or LIMIT, limit, place
         self._home: Path | None = None
         self._lock_handle = -1
         self._changed = threading.Condition()
@@ -61,12 +108,14 @@ class Window:
             return
         with self._changed:
             item = self._item(file, offset, offset + len(out))
-            if item is not None:
-                self._changed.wait_for(lambda: item.ready or self._error or self._closed)
+            while item is not None and not item.ready:
                 if self._error:
                     raise self._error
                 if self._closed:
                     raise HubError(f"{self.repo}: {file} is not fetched any more (at {what})")
+                self._changed.wait()
+                item = self._item(file, offset, offset + len(out))  # it may have been let go
+            if item is not None:
                 handle = os.open(item.path, os.O_RDONLY)
         if item is None:
             out[:] = self._fetch(file, offset, offset + len(out))
@@ -90,16 +139,13 @@ class Window:
         """See `ShardReader`. Raises HubError where a step alone needs more than the window holds."""
         if not order:
             return
-        home = self._claim_home()
+        try:
+            home = self._claim_home()
+        except OSError as error:
+            raise self._told(error) from None
         items = items_of(order, self.files, home)
+        self.limit = limit_for(self.repo, items, order, self._asked)
         self._steps = {step: number for number, (step, _) in enumerate(order)}
-        for step, number in self._steps.items():
-            need = sum(item.size for item in items if number in item.steps)
-            if need > self.limit:
-                raise HubError(
-                    f"{self.repo}: {step} needs {need / 1e6:,.1f} MB of the source at once, the window holds "
-                    f"{self.limit / 1e6:,.1f} MB; give --window {-(-need // 10**9)}GB, or smaller shards"
-                )
         wanted = {path.name for item in items for path in (item.path, item.partial, item.journal)}
         for path in home.iterdir():
             if path.name not in wanted and path.name != "lock":
@@ -109,6 +155,9 @@ class Window:
             self._items.setdefault(item.file, []).append(item)
             item.found()
             self._held += item.size if item.here else 0
+        for item in reversed(sorted((i for i in items if i.here), key=lambda item: min(item.steps))):
+            if self._held > self.limit:  # an earlier run had a larger window
+                self._drop(item)
         self._threads = [threading.Thread(target=self._work, daemon=True, name=f"fetch-{n}") for n in range(THREADS)]
         for thread in self._threads:
             thread.start()
@@ -116,12 +165,7 @@ class Window:
     def _check_room(self, home: Path, items: Sequence[Item]) -> None:
         """HubError where the disk is too small for the window, before anything is fetched."""
         there = sum(path.stat().st_blocks * 512 for path in home.iterdir())
-        need = min(self.limit, sum(item.size for item in items)) - there
-        if need > (free := shutil.disk_usage(home).free):
-            raise HubError(
-                f"{home}: the window takes {need / 1e6:,.0f} MB more, the disk has {free / 1e6:,.0f} MB free; give "
-                "--window less, or --window-dir elsewhere"
-            )
+        check_disk(home, min(self.limit, sum(item.size for item in items)) - there)
 
     def let_go(self, step: str) -> None:
         """See `ShardReader`."""
@@ -142,11 +186,14 @@ class Window:
     def close(self) -> None:
         """See `ShardReader`. What waits here stays for the next run, unless all steps are done."""
         self.give_up()
-        for thread in self._threads:
-            thread.join(timeout=5)  # one that hangs in a request ends with it; it writes nothing any more
+        until = time.monotonic() + 2
+        for thread in self._threads:  # one that hangs in a request ends with it; it writes nothing any more
+            thread.join(timeout=max(0.0, until - time.monotonic()))
         if self._home is not None:
             if self._place is None or not any(item.steps for items in self._items.values() for item in items):
                 shutil.rmtree(self._home, ignore_errors=True)
+                if self._place is not None:
+                    _sweep(self._home.parent)
             os.close(self._lock_handle)
             self._home = None
 
@@ -159,13 +206,18 @@ class Window:
             home = self._home = Path(tempfile.mkdtemp(prefix="phasefold-window-"))
             self._lock_handle = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             return home
+        place = self._place / f"{self.repo.replace('/', '--')}@{self.revision[:12]}"  # never another one's shards
+        place.mkdir(parents=True, exist_ok=True)
         for number in range(4096):
-            home = self._place / f"window-{number}"
-            home.mkdir(parents=True, exist_ok=True)
-            handle = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            home = place / f"window-{number}"
+            try:
+                home.mkdir(parents=True, exist_ok=True)
+                handle = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            except FileNotFoundError:  # somebody has just swept it away
+                continue
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.exists(home / "lock"):  # else its owner has just removed it
+                if _is(handle, home / "lock"):  # else its owner has just removed it
                     self._home, self._lock_handle = home, handle
                     return home
             os.close(handle)
@@ -185,6 +237,8 @@ class Window:
                     continue
                 good = item.is_good()
                 with self._changed:
+                    if self._closed:  # the folder is no longer ours
+                        return
                     item.settle(good)
                     if not item.steps:
                         self._drop(item)

@@ -88,7 +88,9 @@ class Cards:
     def _work(self, lane: Lane, tasks: Tasks, reader: Reader, guide: Guide | None) -> None:
         buffers, mine, load = Buffers(), None, _Load(lane, self.share, tasks)
         device = self.algebra[lane.card.ordinal]
-        while not tasks.stop.is_set() and (task := tasks.take(mine, apart=True)) is not None:
+        while (
+            not tasks.stop.is_set() and (task := tasks.take(mine, apart=True, before_waiting=load.deliver)) is not None
+        ):
             if task[0] is not mine:  # a shard is left behind complete, not open
                 load.deliver()
             mine, unit = task

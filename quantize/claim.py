@@ -20,7 +20,6 @@ from ..formats.checkpoint import WORK
 from .output import (
     atomic_write,
     begun,
-    finished_shards,
     locked,
     record_path,
     refuse_changed,
@@ -144,7 +143,8 @@ def _note_job(out: Path, plan: Plan, algebra: Iterable[str]) -> Claim:
     path, gone, now = out / WORK / JOB, 0, job["source"]
     found = begun(path)
     if _has_gptq(plan):
-        earlier = found.get("algebra") if finished_shards(out, plan) else None
+        begun_any = any(record_path(out, shard.file).exists() for shard in plan.shards)  # they may lie elsewhere by now
+        earlier = found.get("algebra") if begun_any else None
         job["algebra"] = sorted({*algebra, *(earlier if isinstance(earlier, list) else ())})
     places: list[str] = job.get("algebra", [])
     if found == job:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..errors import PlanError, ResumeError
 from ..formats import formats
-from ..formats.checkpoint import CARD, INDEX, MANIFEST, WORK, side_files
+from ..formats.checkpoint import CARD, INDEX, MANIFEST, WINDOW, WORK
 from ..formats.manifest import Manifest
 from ..formats.statistics import Statistics
 from . import kernels, output
@@ -23,7 +23,7 @@ from .guide import Guide, check_statistics, guided
 from .origin import origins
 from .plan import Plan
 from .units import Unit
-from .workers import Executor, Progress, Spent, write_shards
+from .workers import Executor, Progress, Spent, scratch, write_shards
 
 if TYPE_CHECKING:
     from .cards import Cards
@@ -68,17 +68,16 @@ def convert(
     source = plan.checkpoint.folder
     output.check_place(source, out)
     guide, algebra = guide_of(plan, statistics, workers, cards)
-    sides, spent = side_files(source), Spent()
+    sides, spent = plan.checkpoint.side_files(), Spent()
     if output.is_finished(out, plan):
         done, resumed = already_done(plan, out), len(plan.shards)
     else:
         held = output.finished_shards(out, plan)
-        output.check_space(out, sum(sides.values()) + sum(s.size for s in plan.shards if s.file not in held))
+        left = [shard for shard in plan.shards if shard.file not in held]
+        need = sum(sides.values()) + sum(shard.size for shard in left)
+        output.check_space(out, need + scratch(plan.checkpoint, out, left))
         with claim(out, plan, algebra) as held_by:
-            if held_by.given_up and notice:
-                notice(f"{source} has changed since this job began (size or time of its files): {held_by.given_up:,} "
-                       "finished shards that come from changed files are made anew")  # fmt: skip
-            tell_algebra(held_by, notice)
+            tell_claim(plan, held_by, notice)
             if output.is_finished(out, plan):  # by another process, between the question and the lock
                 done, resumed = already_done(plan, out), len(plan.shards)
             else:
@@ -96,7 +95,7 @@ def convert(
                         raise ResumeError(f"{out / spent.busy[0].file}: another process is writing it")
                 except BaseException:
                     # nothing to go on with: give the folder free; of a source on the Hub pieces may wait in it
-                    if not plan.checkpoint.place.repo and not output.finished_shards(out, plan):
+                    if not (out / WINDOW).exists() and not output.finished_shards(out, plan):
                         output.remove_work(out)
                     raise
                 done = finish_job(plan, out, sides, held_by)
@@ -143,8 +142,11 @@ def guide_of(
     return Guide(statistics, workers, algebra) if statistics else None, algebra
 
 
-def tell_algebra(claim: Claim, notice: Callable[[str], None] | None) -> None:
-    """GPTQ's choices may differ between devices: say where one job's ran on several."""
+def tell_claim(plan: Plan, claim: Claim, notice: Callable[[str], None] | None) -> None:
+    """Say what is made anew, and where GPTQ ran on several devices: its choices may differ between them."""
+    if claim.given_up and notice:
+        notice(f"{plan.checkpoint.label} has changed since this job began (size or time of its files), or phasefold "
+               f"has: {claim.given_up:,} finished shards are made anew")  # fmt: skip
     if len(claim.algebra) > 1 and notice:
         notice(f"GPTQ of this job ran on {' and '.join(claim.algebra)}, whose codes differ by what rounding "
                "makes of the order of sums; the manifest says so")  # fmt: skip

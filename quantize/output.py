@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, PlanError, ResumeError
-from ..formats.checkpoint import CARD, MANIFEST, WORK, Checkpoint, side_files
+from ..formats.checkpoint import CARD, MANIFEST, WORK, Checkpoint
 from ..formats.manifest import Manifest, read_manifest
 from .plan import Plan
 from .units import Shard
@@ -287,7 +287,7 @@ def check_finished(out: Path, plan: Plan) -> Manifest:
     for name, entry in manifest.files.items():
         if not (out / name).is_file() or (out / name).stat().st_size != entry["bytes"]:
             raise ResumeError(f"{out}: was finished, but {name} is missing or has another size; give a new folder")
-    for name in set(side_files(plan.checkpoint.folder)) - {CARD}:
+    for name in set(plan.checkpoint.side_files()) - {CARD}:
         with open(plan.checkpoint.folder / name, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != manifest.files.get(name, {}).get("sha256"):
                 raise ResumeError(f"{out}: was finished, but the source's {name} has changed since; give a new folder")

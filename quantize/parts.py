@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ResumeError, UsageError
-from ..formats.checkpoint import side_files
 from ..formats.statistics import Statistics
 from . import kernels, output
 from .claim import claim_done, share
-from .convert import Result, already_done, clocks, finish_job, guide_of, peak_rss, result_since, tell_algebra
+from .convert import Result, already_done, clocks, finish_job, guide_of, peak_rss, result_since, tell_claim
 from .plan import Plan
 from .units import Shard
-from .workers import Progress, Spent, write_shards
+from .workers import Progress, Spent, scratch, write_shards
 
 if TYPE_CHECKING:
     from .cards import Cards
@@ -116,9 +115,10 @@ def convert_part(
         already_done(plan, out)
         return result(len(mine), 0, finished=True)
     held = done()
-    output.check_space(out, sum(shard.size for shard in mine if shard.file not in held))
+    left = [shard for shard in mine if shard.file not in held]
+    output.check_space(out, sum(shard.size for shard in left) + scratch(plan.checkpoint, out, left))
     with share(out, plan, str(part), algebra) as claim:
-        tell_algebra(claim, notice)
+        tell_claim(plan, claim, notice)
         if output.is_finished(out, plan):  # by another process, between the question and the lock
             already_done(plan, out)
             return result(len(mine), 0, finished=True)
@@ -147,7 +147,7 @@ def finish_parts(plan: Plan, out: Path) -> tuple[Result, bool]:
     began = clocks()
     source = plan.checkpoint.folder
     output.check_place(source, out)
-    sides = side_files(source)
+    sides = plan.checkpoint.side_files()
     if before := output.is_finished(out, plan):
         done = already_done(plan, out)
     else:

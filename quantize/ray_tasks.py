@@ -95,7 +95,8 @@ class RayTasks:
         threads = self.threads or min([TASK_CPUS, *sizes])
         if sizes and threads > max(sizes):
             raise PlanError(f"--workers {threads}: no host of the Ray cluster has more than {max(sizes)} CPUs for it")
-        self.notice(f"Ray: {sum(found):,} CPUs on {len(sizes):,} of its hosts; {threads} for each shard")
+        hosts = f"{len(sizes):,} host{'' if len(sizes) == 1 else 's'}"
+        self.notice(f"Ray: {sum(found):,} CPUs on {hosts}, {threads} for each shard")
         return threads
 
     def _gather(self, ray: ModuleType, refs: dict[Any, Shard], progress: Progress | None) -> Spent:

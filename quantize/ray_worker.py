@@ -89,28 +89,29 @@ def write(task: Task) -> Done | Refused | None:
             return None
         _check_host(task)
         guide = _guide(*task.statistics, task.threads) if task.statistics else None
-        with _listening(task.out / WORK / STOP) as stop:
-            _write(task, guide, stop)
-            if stop.is_set():
-                return None
+        _write(task, guide)
+        if output.record_of(task.out, task.shard) is None:
+            return None
     except PhasefoldError as error:
         known = next(kind for kind in type(error).__mro__ if kind.__module__ == PhasefoldError.__module__)
         return Refused(known.__name__, str(error))
     return Done(time.process_time() - started, peak_rss())
 
 
-def _write(task: Task, guide: Guide | None, stop: threading.Event) -> None:
+def _write(task: Task, guide: Guide | None) -> None:
     """A task that Ray gives to another worker may find its first one alive still, with the shard in its hands."""
-    deadline = time.monotonic() + PATIENCE
-    while write_shards(task.checkpoint, task.out, [task.shard], task.threads, None, guide, stop=stop).busy:
-        if stop.is_set() or output.record_of(task.out, task.shard) is not None:
+    deadline, asked = time.monotonic() + PATIENCE, task.out / WORK / STOP
+    while True:
+        with _listening(asked) as stop:
+            spent = write_shards(task.checkpoint, task.out, [task.shard], task.threads, None, guide, stop=stop)
+        if not spent.busy or asked.exists():
             return
         if time.monotonic() > deadline:
             raise Busy(
                 f"{task.out / task.shard.file}: another process has been writing it for {PATIENCE:.0f} s, and Ray has "
                 "given it up; end it, then give the same command again"
             )
-        stop.wait(0.5)
+        time.sleep(0.5)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..formats.checkpoint import Checkpoint, Reader
 from . import output
@@ -23,6 +23,22 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 Progress = Callable[[int], None]
+
+
+class Landing(Protocol):
+    """Takes shards that are finished, and bounds what lies here of them and of those in work."""
+
+    def may_begin(self, shard: Shard) -> bool:
+        """Whether there is room for one more; if so it is taken. Raises what has gone wrong with earlier ones."""
+        ...
+
+    def wait(self) -> None:
+        """For room, a short while."""
+        ...
+
+    def landed(self, shard: Shard) -> None:
+        """One is finished."""
+        ...
 
 
 @dataclass
@@ -46,29 +62,43 @@ class Tasks:
     shards: list[Shard]
     progress: Progress | None
     closed: Callable[[str], None]
-    landed: Callable[[Shard], None] | None = None
+    landing: Landing | None = None
     busy: list[Shard] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _opened: list[_Open] = field(default_factory=list)
     _begun: int = 0
 
-    def take(self, mine: ShardWriter | None = None, *, apart: bool = False) -> tuple[ShardWriter, Unit] | None:
-        """The next unit, of the shard that is open; None when there are no more.
+    def take(
+        self,
+        mine: ShardWriter | None = None,
+        *,
+        apart: bool = False,
+        before_waiting: Callable[[], None] = lambda: None,
+    ) -> tuple[ShardWriter, Unit] | None:
+        """The next unit, of the shard that is open; None when there are no more. Waits while there is no room for one.
 
         apart: of a shard of the worker's own (`mine` is the one it had last), and only at the end of others'. To hash a
-        shard is one thread's work at a time; shards side by side are hashed side by side.
+        shard is one thread's work at a time; shards side by side are hashed side by side. before_waiting: what the
+        worker has to end first, because others may wait for it.
         """
-        with self._lock:
-            for shard in self._in_order(mine, apart):
-                if (unit := next(shard.left, None)) is not None:
-                    return shard.writer, unit
+        while not self.stop.is_set():
+            with self._lock:
+                for shard in self._in_order(mine, apart):
+                    if (unit := next(shard.left, None)) is not None:
+                        return shard.writer, unit
+                if self._begun == len(self.shards) or self.landing is None:
+                    return None
+            before_waiting()
+            self.landing.wait()
         return None
 
     def _in_order(self, mine: ShardWriter | None, apart: bool) -> Iterator[_Open]:
         yield from [shard for shard in self._opened if shard.writer is mine or not apart]
         while self._begun < len(self.shards):
             shard = self.shards[self._begun]
+            if self.landing is not None and not self.landing.may_begin(shard):
+                break
             self._begun += 1
             if (writer := self._writer(shard)) is not None:
                 self._opened.append(_Open(writer, iter(shard.units)))
@@ -96,8 +126,8 @@ class Tasks:
             self.closed(writer.shard.file)
             with self._lock:
                 self._opened = [shard for shard in self._opened if shard.writer is not writer]
-            if self.landed:
-                self.landed(writer.shard)
+            if self.landing is not None:
+                self.landing.landed(writer.shard)
         if self.progress:
             with self._lock:
                 self.progress(unit.source_bytes)
@@ -111,6 +141,12 @@ class Tasks:
 def source_tensors(shard: Shard) -> list[str]:
     """What is read for an output shard, in the order of its units."""
     return [unit.module + part.suffix for unit in shard.units for part in unit.source]
+
+
+def scratch(checkpoint: Checkpoint, out: Path, shards: Sequence[Shard]) -> int:
+    """Bytes on the disk of `out` that reading the source for these shards takes; 0 where it lies in a folder."""
+    ranges = [(shard.file, [checkpoint.tensors[name].range for name in source_tensors(shard)]) for shard in shards]
+    return checkpoint.shards.scratch(ranges, out)
 
 
 class Spent(NamedTuple):
@@ -133,19 +169,19 @@ def write_shards(
     progress: Progress | None,
     guide: Guide | None,
     cards: Cards | None = None,
-    landed: Callable[[Shard], None] | None = None,
+    landing: Landing | None = None,
     stop: threading.Event | None = None,
 ) -> Spent:
     """Write shards by `workers` threads, each of which works on a unit at a time, or by the lanes of cards.
 
-    landed: told of each shard that is finished, by the thread that finished it; it may hold that thread up.
+    landing: where finished shards go on from here, and what says when there is room for more.
     stop: set by others, ends it soon; what is half written goes.
     """
     if not shards:
         return Spent()
     reader = Reader(checkpoint)
     reader.expect([(shard.file, source_tensors(shard)) for shard in shards])
-    tasks = Tasks(out, shards, progress, reader.let_go, landed, stop=stop or threading.Event())
+    tasks = Tasks(out, shards, progress, reader.let_go, landing, stop=stop or threading.Event())
 
     def work() -> None:
         buffers = Buffers()
@@ -163,15 +199,20 @@ def write_shards(
         try:
             with output.writing(out):
                 job()
-        except BaseException:
+        except BaseException as error:
+            failed.append(error)  # others may now fail because of it, and are not what is told
             tasks.stop.set()
+            reader.give_up()
             raise
 
+    failed: list[BaseException] = []
     pool = ThreadPoolExecutor(len(jobs), thread_name_prefix="phasefold")
     try:
         with guide.one_thread() if guide else contextlib.nullcontext():
             for future in [pool.submit(guarded, job) for job in jobs]:
-                future.result()
+                future.exception()
+        if failed:
+            raise failed[0]
     finally:  # also on SIGINT: let the workers end their row block, then clear what is half done
         tasks.stop.set()
         reader.give_up()

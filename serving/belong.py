@@ -73,8 +73,7 @@ def belong(prefill: Path | Place, decode: Path | Place, prefill_at: Deployment, 
 
 def _pool(phase: str, where: Path | Place, at: Deployment) -> _Pool:
     checkpoint = open_checkpoint(where)
-    folder = checkpoint.folder
-    model = identify(checkpoint.config)
+    folder, model = checkpoint.folder, identify(checkpoint.config)
     manifest, trouble = None, ""
     if (folder / MANIFEST).exists():
         try:
@@ -113,7 +112,7 @@ def _d1_model(first: _Pool, second: _Pool) -> Iterator[Finding]:
     if not _same_cache(first, second) and not changed:
         message = "the layers do not keep the same of each token; convert both artifacts from one source"
         yield _finding("D1", "silent", pools, "config.json", message)
-    for severity, name, message in differing_side_files(first.checkpoint.folder, second.checkpoint.folder):
+    for severity, name, message in differing_side_files(first.checkpoint, second.checkpoint):
         yield _finding("D1", severity, pools, name, message)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError, VerifyError
 from ..families import identify
 from ..formats import PLAIN, Part, Shape, recognise
-from ..formats.checkpoint import MANIFEST, Checkpoint, Stored, side_files
+from ..formats.checkpoint import MANIFEST, Checkpoint, Stored
 from ..formats.manifest import Manifest, read_manifest
 from .diff_weights import Weights, alike, compare_bytes, compare_sha256, sha256_of_shards
 from .survey import PARTS
@@ -141,7 +141,7 @@ def diff(
         sum(stored.file != after.tensors[name].file for name, stored in alike(before, after)),
         tuple(_storage(old, new)),
         config,
-        tuple(_files(before.folder, after.folder)),
+        tuple(_files(before, after)),
         tuple(changed_keys(_facts(made), _facts(other))) if made and other else (),
         known,
         tuple(_notes(before, after, states, config, known)),
@@ -264,12 +264,12 @@ def _union(old: Mapping[str, object], new: Mapping[str, object]) -> Iterable[str
     return dict.fromkeys((*old, *new))
 
 
-def _files(before: Path, after: Path) -> Iterator[FileChange]:
-    old, new = side_files(before), side_files(after)
+def _files(before: Checkpoint, after: Checkpoint) -> Iterator[FileChange]:
+    old, new = before.side_files(), after.side_files()
     for name in sorted(old.keys() | new.keys()):
         if name not in old or name not in new:
             yield FileChange(name, "added" if name in new else "removed", old.get(name), new.get(name))
-        elif old[name] != new[name] or _sha256(before / name) != _sha256(after / name):
+        elif old[name] != new[name] or _sha256(before.folder / name) != _sha256(after.folder / name):
             yield FileChange(name, "changed", old[name], new[name])
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..formats import PLAIN
-from ..formats.checkpoint import Checkpoint, Reader, read_file, side_files
+from ..formats.checkpoint import Checkpoint, Reader, read_file
 from ..quantize.fold import Folding
 
 #: the files that turn text into tokens
@@ -91,13 +90,13 @@ def _bytes(reader: Reader, name: str, size: int) -> bytes:
     return bytes(out)
 
 
-def differing_side_files(first: Path, second: Path) -> Iterator[tuple[str, str, str]]:
+def differing_side_files(first: Checkpoint, second: Checkpoint) -> Iterator[tuple[str, str, str]]:
     """(severity, file, message) for the files beside the weights that matter when two pools serve one request.
 
     The pools tokenize a request each for itself, so another vocabulary or template gives the decode pool positions that
     the cache does not have.
     """
-    files = set(side_files(first)), set(side_files(second))
+    files = set(first.side_files()), set(second.side_files())
     for name in sorted(files[0] | files[1]):
         if name not in files[0] or name not in files[1]:
             if name in _VOCABULARY:
@@ -107,7 +106,7 @@ def differing_side_files(first: Path, second: Path) -> Iterator[tuple[str, str, 
                 where = "prefill" if name in files[0] else "decode"
                 yield "warning", name, f"only the {where} checkpoint has it; copy it over"
             continue
-        one, two = read_file(first / name), read_file(second / name)
+        one, two = read_file(first.folder / name), read_file(second.folder / name)
         if hashlib.sha256(one).digest() == hashlib.sha256(two).digest():
             continue
         if name in _VOCABULARY:

@@ -219,7 +219,7 @@ def test_a_job_goes_on_with_the_commit_that_it_began_with(
     assert done["resumed_shards"] > 0
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
     assert manifest["source"]["revision"] == began != server.branches(SOURCE)["main"]
-    assert said(env, *job)["resumed_shards"] == done["shards"], "also once it is finished"
+    assert "holds another checkpoint already" in run(env, *job, code=1).stderr, "it has ended: main is what it is now"
     with_name = ("convert", f"{SOURCE}@main", tmp_path / "out", *JOB)
     assert "holds another checkpoint already" in run(env, *with_name, code=1).stderr
     fresh = said(env, "convert", f"{SOURCE}@{began}", tmp_path / "fresh", *JOB)
@@ -288,6 +288,7 @@ def test_ctrl_c_ends_it_and_it_goes_on(server: HubServer, env: dict[str, str], t
         (("--window", "3"), 2, "3"),
         (("--window", "1kB"), 1, "MB of the source at once, the window holds 0.0 MB; give --window"),
         (("--window", "900000TB"), 0, ""),
+        (("--window-dir", "/dev/null/none"), 1, "the window cannot be written"),
     ],
 )
 def test_wrong_usage(
@@ -335,8 +336,10 @@ def test_a_shard_that_vanished_from_the_hub_is_told(server: HubServer, env: dict
     head = server.commits(MADE)[-1]
     lost = next(name for name in sorted(head.files) if name.endswith(".safetensors"))
     server.store.repos[MADE].branches["main"] = server.commits(MADE)[0].sha
-    text = run(env, *job, code=1).stderr
-    assert f"{lost} was sent there, and is gone; delete" in text
+    done = run(env, *job, "--json")
+    assert f"{lost} and " in done.stderr and "were sent there and are gone; they are made anew" in done.stderr
+    assert json.loads(done.stdout)["push"]["revision"] == server.branches(MADE)["main"]
+    run(env, "pull", MADE, tmp_path / "pulled")
 
 
 def test_verbs_that_need_the_weights_say_what_to_do(server: HubServer, env: dict[str, str], tmp_path: Path) -> None:

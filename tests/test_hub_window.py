@@ -79,6 +79,13 @@ def read_all(reader: Reader, steps: list[tuple[str, list[str]]]) -> None:
     local.close()
 
 
+def named(checkpoint: Checkpoint) -> str:
+    """The folder of a repo at a commit, within a place."""
+    repo = checkpoint.place.repo
+    assert repo
+    return f"{repo.name.replace('/', '--')}@{repo.revision[:12]}"
+
+
 def held(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
@@ -217,7 +224,7 @@ def test_a_killed_job_finds_its_pieces_again(server: HubServer, tmp_path: Path) 
     time.sleep(0.1)
     first.give_up()
     first.close()
-    (home,) = (tmp_path / "window").iterdir()
+    (home,) = (tmp_path / "window" / named(checkpoint)).iterdir()
     noted = sum(len(path.read_text().split()) for path in home.glob("*.pieces"))
     ready = [path for path in home.iterdir() if path.suffix not in (".pieces", ".partial") and path.name != "lock"]
     assert noted or ready
@@ -238,7 +245,7 @@ def test_a_file_that_an_earlier_run_left_damaged_is_noticed(server: HubServer, t
     """A crash of the machine may leave a hole where the journal says that a piece is: the hash finds it."""
     checkpoint, notices = opened(), list[str]()
     steps = steps_of(checkpoint, 1)
-    home = tmp_path / "window" / "window-0"
+    home = tmp_path / "window" / named(checkpoint) / "window-0"
     home.mkdir(parents=True)
     file, entry = next(iter(checkpoint.shards.files.items()))
     (home / f"{file}.0-{entry.nbytes}.partial").write_bytes(bytes(entry.nbytes))
@@ -257,7 +264,8 @@ def test_two_processes_share_a_place(server: HubServer, tmp_path: Path) -> None:
     steps = steps_of(one.checkpoint, 2)
     one.expect(steps)
     two.expect(steps)
-    assert sorted(path.name for path in (tmp_path / "window").iterdir()) == ["window-0", "window-1"]
+    homes = (tmp_path / "window" / named(one.checkpoint)).iterdir()
+    assert sorted(path.name for path in homes) == ["window-0", "window-1"]
     read_all(one, steps)
     one.close()
     read_all(two, steps)
@@ -366,3 +374,77 @@ def test_an_empty_tensor_asks_for_nothing(server: HubServer, tmp_path: Path) -> 
     window.let_go("0")
     window.close()
     assert not server.asked("get")
+
+
+def test_a_shared_place_never_hands_out_another_repo_s_shards(server: HubServer, tmp_path: Path) -> None:
+    """Of a fine-tune names and sizes are its base's. What is left of one is not taken for the other."""
+    changed = {path.name: path for path in SOURCE.iterdir() if path.is_file()}
+    for name in [name for name in changed if name.endswith(".safetensors")]:
+        data = bytearray((SOURCE / name).read_bytes())
+        data[-1000:] = bytes(1000)
+        (tmp_path / name).write_bytes(data)
+        changed[name] = tmp_path / name
+    server.add("org/tuned", changed)
+    first = Reader(opened(tmp_path / "window"))
+    steps = steps_of(first.checkpoint, 2)
+    first.expect(steps)
+    read_all(first, steps[:1])
+    first.close()
+    left = list((tmp_path / "window").rglob("*.safetensors.*"))
+    other = open_checkpoint(open_repo(Address("org/tuned", None), window=tmp_path / "window"))
+    reader, name = Reader(other), steps[1][1][-1]
+    reader.expect(steps)
+    ours = bytearray(other.tensors[name].nbytes)
+    reader.read(name, 0, memoryview(ours))
+    file, start, stop = other.tensors[name].range
+    assert ours == (tmp_path / file).read_bytes()[start:stop]
+    reader.close()
+    assert left and all(path.exists() for path in left), "and what the other job has fetched stays"
+
+
+def test_a_ready_file_of_an_earlier_run_is_hashed_again(server: HubServer, tmp_path: Path) -> None:
+    checkpoint, notices = opened(), list[str]()
+    home = tmp_path / "window" / named(checkpoint) / "window-0"
+    home.mkdir(parents=True)
+    file, entry = next(iter(checkpoint.shards.files.items()))
+    (home / f"{file}.0-{entry.nbytes}").write_bytes(bytes(entry.nbytes))
+    reader, steps = Reader(opened(tmp_path / "window", notices=notices)), steps_of(checkpoint, 1)
+    reader.expect(steps)
+    read_all(reader, steps)
+    reader.close()
+    assert any("came damaged" in said for said in notices)
+
+
+def test_what_killed_processes_have_left_is_swept_at_the_end(server: HubServer, tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path / "window")
+    dead = tmp_path / "window" / named(checkpoint) / "window-1"
+    dead.mkdir(parents=True)
+    (dead / "lock").touch()
+    (dead / "a.safetensors.0-5").write_bytes(b"12345")
+    reader, steps = Reader(checkpoint), steps_of(checkpoint, 1)
+    reader.expect(steps)
+    read_all(reader, steps)
+    reader.close()
+    assert not list((tmp_path / "window").iterdir())
+
+
+def test_a_reader_goes_on_when_what_it_waits_for_is_let_go(server: HubServer, tmp_path: Path) -> None:
+    """Its bytes are in another item, too."""
+    checkpoint = opened(tmp_path / "window")
+    file, entry = next(iter(checkpoint.shards.files.items()))
+    window = checkpoint.shards.open()
+    server.ways.slow["get"] = 1e5
+    nothing = [("s1", []), ("s2", [])]
+    window.expect([("s0", [Range(file, 0, entry.nbytes)]), *nothing, ("s3", [Range(file, 500, 600)])])
+    out, done = bytearray(50), threading.Event()
+
+    def read() -> None:
+        window.read(file, 510, memoryview(out), "some")
+        done.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    time.sleep(0.2)
+    window.let_go("s0")
+    assert done.wait(30) and out == (SOURCE / file).read_bytes()[510:560]
+    server.ways.slow.clear()
+    window.close()
