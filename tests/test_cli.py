@@ -87,7 +87,6 @@ def test_a_recipe_by_path_and_mtp(tmp_path: Path) -> None:
     ("words", "code", "said"),
     [
         (["plan", "nowhere", "--recipe", "bf16"], 1, "nowhere: no such folder"),
-        (["plan", "zai-org/GLM-5.2", "--recipe", "bf16"], 1, "download the repo first"),
         (["plan", TINY, "--recipe", "nothing"], 2, "no recipe 'nothing'; there are bf16, "),
         (["plan", TINY, "--recipe", "nothing.toml"], 2, "no recipe 'nothing.toml': there is no such file"),
         (["plan", TINY, "--recipe", "kimi-decode-int4"], 1, "recipe for kimi"),
