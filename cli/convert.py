@@ -13,7 +13,7 @@ import typer
 
 from ..errors import UsageError
 from . import draw
-from .hub import stream, upload_for
+from .hub import stream, tell_pushed, upload_for
 from .options import (
     Fetching,
     FoldFile,
@@ -144,16 +144,20 @@ def convert(
         how: dict[str, Any] = {"workers": threads, "statistics": statistics, "notice": draw.notice, "cards": cards}
         with cards or nullcontext(), draw.progress("converting", total, quiet=as_json) as advance:
             done: Result | PartResult
+            pushed = None
             if upload:
-                stream(made, Path(out), upload, advance, how, as_json, {"device": place, "largest_tp": limits})
-                return
-            if mine:
+                done, pushed = stream(made, Path(out), upload, progress=advance, **how)
+            elif mine:
                 done = convert_part(made, Path(out), mine, progress=advance, **how)
             else:
                 done = carry_out(made, Path(out), progress=advance, executor=shards, **how)
     keys = part_keys(done) if isinstance(done, PartResult) else result_keys(done)
     notes = [*made.notes, *(cards.notes if cards else ())]
+    if pushed:
+        keys["push"] = pushed._asdict()
     _tell(done, out, keys | {"notes": notes, "device": "cpu" if by_ray else place, "largest_tp": limits}, as_json)
+    if pushed and not as_json:
+        tell_pushed(out, pushed)
     if cards and cards.redone and not as_json:
         draw.say(f"note: the CPU converted {draw.many(cards.redone, 'row block')} of extreme weights: docs/kernels.md")
 

@@ -23,6 +23,13 @@ class _Table(NamedTuple):
     align: str
 
 
+_HOW = {
+    "bytes": "bytes compared",
+    "sha256": "sha256 of the shards",
+    "manifests": "as manifests and samples of the shards say; --weights reads them",
+}
+
+
 def diff(before: str, after: str, found: Diff) -> None:
     """Sentences, then a table for each kind of change that there is."""
     for line in _sentences(before, after, found):
@@ -103,15 +110,15 @@ def _weights(found: Diff) -> str:
     if known.state == "none alike":
         return "no tensor is stored alike, none can be compared as bytes"
     if known.state == "equal":
-        return f"{stored}, all equal ({'bytes compared' if known.how == 'bytes' else 'sha256 of the shards'})"
+        return f"{stored}, all equal ({_HOW[known.how]})"
     if known.state == "not compared":
         return f"{stored}, NOT compared (--weights compares them)"
     if known.state == "partly compared":
-        return f"{stored}, {known.equal:,} equal (sha256 of the shards), the others NOT compared (--weights does it)"
+        return f"{stored}, {known.equal:,} equal ({_HOW[known.how]}), the others NOT compared (--weights does it)"
     if known.how == "bytes":
         return f"{stored}, {known.differ:,} DIFFER, first {known.first} at {list(known.at or ())}"
     many = draw.many(known.differ, "shard")
-    return f"DIFFER: {many} of equal headers with another sha256, first {known.first}; {stored}, {known.equal:,} equal"
+    return f"DIFFER: {many} of equal headers with other data, first {known.first}; {stored}, {known.equal:,} equal"
 
 
 def _tables(found: Diff) -> Iterator[_Table]:

@@ -9,20 +9,20 @@ import typer
 
 from ..errors import UsageError
 from . import draw, draw_card
-from .options import Artifact, Json, Workers, cores, ends_cleanly, print_json
+from .options import Json, Workers, cores, ends_cleanly, print_json
 
 if TYPE_CHECKING:
     from ..hub.api import Address
     from ..hub.push import Preview, Pushed
+    from ..hub.stream import Streamed
     from ..hub.upload import Upload
     from ..quantize.plan import Plan
-    from ..quantize.workers import Progress
 
 Repo = Annotated[str, typer.Argument(metavar="REPO", help="org/name, or org/name@branch.")]
 
 
 def push(
-    artifact: Artifact,
+    artifact: Annotated[str, typer.Argument(metavar="ARTIFACT", help="Folder that phasefold wrote.")],
     repo: Repo,
     public: Annotated[
         bool, typer.Option("--public", help="Everybody may see a repo that is made; else private.")
@@ -75,10 +75,10 @@ def push(
     if as_json:
         print_json(done._asdict())
         return
-    _draw_pushed(artifact, done)
+    tell_pushed(artifact, done)
 
 
-def _draw_pushed(artifact: str, done: Pushed) -> None:
+def tell_pushed(artifact: str, done: Pushed) -> None:
     at = f"{done.branch}{f', tag {done.tag}' if done.tag else ''}, revision {done.revision}"
     draw.say(f"{artifact} -> {done.repo}: {at}")
     sent_words = f"{draw.many(done.uploaded, 'file')} uploaded ({draw.size(done.uploaded_bytes)})"
@@ -104,32 +104,16 @@ def upload_for(push_to: str | None, public: bool, tag: str | None, replace: bool
     )
 
 
-def stream(
-    made: Plan,
-    out: Path,
-    upload: Upload,
-    advance: Progress | None,
-    how: dict[str, Any],
-    as_json: bool,
-    keys: dict[str, Any],
-) -> None:
-    """`convert --push-to`: carry it out, and say what was made and where it is."""
+def stream(made: Plan, out: Path, upload: Upload, **how: Any) -> Streamed:
+    """`convert --push-to`, with the arguments of `convert`."""
     from ..hub.patience import telling
     from ..hub.push import About
     from ..hub.stream import convert_to_repo
-    from ..quantize.summary import result_keys
     from ..serving.survey import survey_plan
 
-    about = About(
-        None, None, draw_card.launch(survey_plan(made), made.checkpoint.side_files(), upload.repo, upload.branch)
-    )
+    launch = draw_card.launch(survey_plan(made), made.checkpoint.side_files(), upload.repo, upload.branch)
     with telling(draw.notice):
-        done = convert_to_repo(made, out, upload, about, progress=advance, **how)
-    if as_json:
-        print_json(result_keys(done.result) | {"notes": list(made.notes), "push": done.pushed._asdict()} | keys)
-        return
-    draw.result(done.result, str(out))
-    _draw_pushed(str(out), done.pushed)
+        return convert_to_repo(made, out, upload, About(launch=launch), **how)
 
 
 def _at_branch(address: Address, branch: str | None) -> Address:
@@ -154,13 +138,22 @@ def _draw_preview(made: Preview, tag: str | None, *, private: bool, as_json: boo
     if as_json:
         keys = {"repo": made.repo, "branch": made.branch, "tag": tag, "revision": None, "private": private}
         counts = {"files": len(made.send) + len(made.skip), "bytes": sizes + kept, "uploaded": len(made.send)}
-        told = {"uploaded_bytes": sizes, "skipped": len(made.skip), "dry_run": True, "send": made.send}
+        told = {
+            "uploaded_bytes": sizes,
+            "skipped": len(made.skip),
+            "dry_run": True,
+            "send": made.send,
+            "gone": made.gone,
+        }
         print_json(keys | counts | told)
         return
     draw.table(["file", "bytes"], [[draw.clean(path), f"{size:,}"] for path, size in made.send.items()], "lr")
     state = "exists" if made.exists else f"would be made, {'private' if private else 'public'}"
     draw.say(f"{made.repo}@{made.branch}: {state}{f', tag {tag}' if tag else ''}")
     there = f"; {draw.many(len(made.skip), 'file')} there ({draw.size(kept)})"
+    if made.gone:
+        what = ", ".join(list(made.gone)[:5]) + (" and more" if len(made.gone) > 5 else "")
+        draw.say(f"{draw.many(len(made.gone), 'file')} would be DELETED ({draw.size(sum(made.gone.values()))}): {what}")
     draw.say(f"{draw.many(len(made.send), 'file')} to send, {draw.size(sizes)}{there}. Nothing was sent or hashed.")
 
 

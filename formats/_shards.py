@@ -66,6 +66,10 @@ class Shards(Protocol):
         """Bytes on the disk of `out` that reading in this order takes for itself. order: see `ShardReader.expect`."""
         ...
 
+    def absolute(self) -> Shards:
+        """The same, for processes that work in another folder."""
+        ...
+
     def open(self) -> ShardReader:
         """For reading weights."""
         ...
@@ -146,6 +150,10 @@ class FolderShards:
     def scratch(self, order: Sequence[tuple[str, Sequence[Range]]], out: Path) -> int:
         """None: it is read where it lies."""
         return 0
+
+    def absolute(self) -> FolderShards:
+        """See `Shards`."""
+        return FolderShards(self.folder.absolute())
 
     def open(self) -> FolderReader:
         """See `Shards`."""

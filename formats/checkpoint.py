@@ -118,19 +118,21 @@ class Checkpoint:
         Raises PhasefoldError where these cannot be read.
         """
         digest = hashlib.sha256(hashlib.sha256(self.config_bytes).digest())
-        for (file, (size, _, header)), samples in zip(self.heads.items(), self._samples(), strict=True):
+        samples = self.samples(self.heads)
+        for file, (size, _, header) in self.heads.items():
             digest.update(json.dumps([file, size]).encode() + header)
-            digest.update(samples)
+            digest.update(samples[file])
         return digest.hexdigest()
 
-    def _samples(self) -> list[bytes]:
+    def samples(self, files: Collection[str]) -> dict[str, bytes]:
         """Some of each shard's data: a fine-tuned model has the headers of its base, and other weights."""
         steps = range(_SAMPLES)
         places = {
             file: sorted({start + (size - start) * step // _SAMPLES for step in steps}) if size > start else ()
             for file, (size, start, _) in self.heads.items()
+            if file in files
         }
-        return self.shards.samples(places, _SAMPLE_BYTES)
+        return dict(zip(places, self.shards.samples(places, _SAMPLE_BYTES), strict=True))
 
 
 def open_checkpoint(where: Path | Place) -> Checkpoint:

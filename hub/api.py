@@ -88,6 +88,8 @@ def asking(what: str) -> Iterator[None]:
         raise HubError(f"{what}: huggingface_hub is set offline; unset HF_HUB_OFFLINE") from None
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
+        if status == 401:
+            raise HubError(f"{what}: the Hub does not know this token; `hf auth login`, or set HF_TOKEN") from None
         raise HubError(f"{what}: the Hub refuses{f' with {status}' if status else ''}: {_first_line(error)}") from None
     except (http_error, OSError, errors.XetDownloadError) as error:
         if isinstance(error, OSError) and error.filename is not None:  # a file of this machine

@@ -18,7 +18,7 @@ from ..formats.manifest import Manifest, read_manifest
 from ..quantize.verify import verify
 from .card import card
 from .patience import patient
-from .tree import SMALL, Meant, git_oid, meant
+from .tree import ATTRIBUTES, SMALL, Meant, git_oid, meant
 from .upload import Upload
 
 Progress = Callable[[int], None]
@@ -48,13 +48,17 @@ class Pushed(NamedTuple):
 
 
 class Preview(NamedTuple):
-    """What a push would do. send: path -> bytes; skip: the same of files that are there. exists: the repo does."""
+    """What a push would do. exists: the repo does.
+
+    send: path -> bytes; skip: the same of files that are there, gone: of those that `replace` takes away.
+    """
 
     repo: str
     branch: str
     exists: bool
     send: dict[str, int]
     skip: dict[str, int]
+    gone: dict[str, int]
     card: str
 
 
@@ -116,7 +120,9 @@ def preview(artifact: Path, upload: Upload, about: About = About()) -> Preview: 
     sizes = {path: one.nbytes for path, one in (files | more).items()}
     send = {path: size for path, size in sizes.items() if path not in there}
     skip = {path: size for path, size in sizes.items() if path in there}
-    return Preview(upload.repo, upload.branch, upload.exists, send, skip, text)
+    kept = {*sizes, ATTRIBUTES}
+    gone = {path: one.nbytes for path, one in upload.tree.items() if upload.replace and path not in kept}
+    return Preview(upload.repo, upload.branch, upload.exists, send, skip, gone, text)
 
 
 def artifact_files(artifact: Path, manifest: Manifest) -> dict[str, Meant]:

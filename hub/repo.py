@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -88,6 +88,10 @@ class RepoShards:
             return max(need, 0)
         check_disk(self.window, need)
         return 0
+
+    def absolute(self) -> RepoShards:
+        """See `Shards`."""
+        return self if self.window is None else replace(self, window=self.window.absolute())
 
     def open(self) -> Window:
         """See `Shards`."""

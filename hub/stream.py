@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import HubError, ResumeError
-from ..formats.checkpoint import CARD, INDEX, MANIFEST
+from ..formats.checkpoint import CARD, INDEX, MANIFEST, WINDOW
 from ..formats.statistics import Statistics
 from ..quantize import output
-from ..quantize.claim import claim
+from ..quantize.claim import claim, settled
 from ..quantize.convert import Result, clocks, guide_of, index_of, result_since, tell_claim, write_small_files
 from ..quantize.plan import Plan
 from ..quantize.units import Shard
@@ -75,7 +75,12 @@ def convert_to_repo(
             expected[MANIFEST] = of_file(out / MANIFEST)
         todo = [shard for shard in plan.shards if shard.file not in records]
         output.check_space(out, min(2 * BATCH_BYTES, sum(s.size for s in todo)) + scratch(plan.checkpoint, out, todo))
-        there = upload.begin(expected)
+        try:
+            there = upload.begin(expected)
+        except HubError:
+            if not records and not (out / WINDOW).exists():  # nothing is made yet: give the folder free
+                output.remove_work(out)
+            raise
         sender = _Sender(out, upload)
         for shard in plan.shards:
             if shard.file in there and shard.file in records:
@@ -90,7 +95,7 @@ def convert_to_repo(
             busy = write_shards(plan.checkpoint, out, todo, workers, progress, guide, cards, sender).busy
         if busy:
             raise ResumeError(f"{out / busy[0].file}: another process is writing it")
-        manifest = write_small_files(plan, out, sides, held_by, output.finished_shards(out, plan, place))
+        manifest = write_small_files(plan, out, sides, held_by, settled(plan, out, place))
         small: dict[str, bytes | Path] = {name: out / name for name in (*sides, INDEX, MANIFEST) if name != CARD}
         small["config.json"] = plan.config
         small[CARD] = card_of(out, plan.config, manifest, upload, about).encode()
@@ -170,6 +175,12 @@ class _Sender:
         with self._changed:
             self._here[shard.file] = shard.size
             self._waiting.append(shard)
+            self._changed.notify_all()
+
+    def given_up(self, shard: Shard) -> None:
+        """See `Landing`."""
+        with self._changed:
+            self._here.pop(shard.file, None)
             self._changed.notify_all()
 
     def _work(self) -> None:

@@ -77,16 +77,16 @@ def weights(paths: Iterable[str]) -> list[str]:
     return [path for path in paths if path in (*MARKS, STRAY_CONFIG) or path.endswith(ends)]
 
 
-def others(tree: Mapping[str, Entry], wanted: Mapping[str, Meant], *, whole: bool) -> list[str]:
+def others(tree: Mapping[str, Entry], wanted: Mapping[str, Meant], there: set[str]) -> list[str]:
     """Files of something else: weights, what makes it look whole, what runtimes would read, what has another content.
 
-    An artifact's own config, index and manifest come last: with one of them there, all of it is (`whole`), or it is not
-    this artifact.
+    there: those that are as wanted. An artifact's own config, index and manifest come last: with one of them there, all
+    of it is, or it is not this artifact.
     """
     wrong = [path for path, one in wanted.items() if path in tree and holds(tree[path], one) is False]
     strays = [path for path in (*weights(tree), *disturbing(tree)) if path not in wanted]
     found = sorted({*wrong, *strays}, key=lambda path: (path in MARKS, path))
-    return found + [mark for mark in MARKS if mark in tree and mark not in found and not whole]
+    return found + [mark for mark in MARKS if mark in tree and mark not in found and len(there) < len(wanted)]
 
 
 def read_tree(api: HfApi, repo: str, revision: str) -> dict[str, Entry]:

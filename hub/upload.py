@@ -98,7 +98,7 @@ class Upload:
         self._meant = dict(expected)
         self._read()
         there = {path for path, one in expected.items() if holds(self.tree.get(path), one)}
-        if not self.replace and (strange := self._strange(there)):
+        if not self.replace and (strange := others(self.tree, self._meant, there)):
             more = f" and {len(strange) - 1:,} more" if len(strange) > 1 else ""
             raise HubError(
                 f"{self}: holds {strange[0]}{more}, which {'is' if len(strange) == 1 else 'are'} not this artifact's; "
@@ -144,9 +144,6 @@ class Upload:
         """The commit that a branch or tag stands for."""
         return patient(str(self), lambda: self.api.repo_info(self.repo, revision=revision).sha, self.notice)
 
-    def _strange(self, there: set[str]) -> list[str]:
-        return others(self.tree, self._meant, whole=len(there) == len(self._meant))
-
     def present(self, wanted: Mapping[str, Meant]) -> set[str]:
         """Which of these files the branch has now; nothing is written, and nothing else is refused."""
         if not wanted:
@@ -179,7 +176,7 @@ class Upload:
             start = partial(self.api.create_branch, self.repo, revision=commits[-1].commit_id, exist_ok=True)
             patient(str(self), partial(start, branch=self.branch), self.notice)
             there = self.look(expected)
-        marks = [mark for mark in self._strange(there) if mark in MARKS]
+        marks = [mark for mark in others(self.tree, self._meant, there) if mark in MARKS]
         if marks:  # only ever with `replace`
             self._commit([CommitOperationDelete(mark) for mark in marks], "Take away what another artifact replaces")
         self.committed |= there - set(marks)
@@ -314,9 +311,13 @@ class Upload:
         return str(self.head)
 
     def _put_tag(self) -> None:
-        if self.tag is None or self.tag in self._tags:
+        if self.tag is None:
             return
         tag = self.tag
+        if tag in self._tags:
+            if (at := str(self._at(tag))) != self.head and self.notice:
+                self.notice(f"{self.repo}: tag {tag} stays at {at[:12]}, which holds the same artifact")
+            return
 
         def once() -> None:
             try:

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from ..formats.checkpoint import WORK
 from .output import (
     atomic_write,
     begun,
+    finished_shards,
+    flush_folder,
     locked,
     record_path,
     refuse_changed,
@@ -86,6 +88,8 @@ def agree(out: Path, plan: Plan) -> dict[str, Any]:
     job = begun(out / WORK / JOB)
     if not job:
         return {}
+    if not isinstance(job.get("source"), dict):
+        raise ResumeError(f"{out}: its claim is damaged ({WORK}/{JOB}); delete the folder to begin anew")
     if job.get("plan") != plan.digest:
         raise ResumeError(f"{out}: belongs to another job, begun with recipe {job.get('recipe')}; give another folder")
     if job.get("tool") != __version__:
@@ -123,6 +127,33 @@ def _alone(out: Path) -> Iterator[None]:
         os.close(lock)
 
 
+def settled(plan: Plan, out: Path, sent: str | None = None) -> dict[str, Mapping[str, Any]]:
+    """The records of all shards, once a job is done. sent: see `record_of`.
+
+    Raises ResumeError where one is missing, and where a file of the source is no longer what the claim says: it has
+    changed while it was read, and nobody knows which shards are of the one and which of the other.
+    """
+    job, now, total = begun(out / WORK / JOB), stamps(plan.checkpoint), len(plan.shards)
+    if changed := [file for file, stamp in now.items() if job.get("source", {}).get(file) != stamp]:
+        raise ResumeError(
+            f"{plan.checkpoint.label}: {changed[0]} has changed while it was read; once it is as it should be, give "
+            "the same command again (without --part or --finish): what was made of it is made anew"
+        )
+    probe = out / WORK / f"looked-{os.getpid()}"
+    for _ in range(2):
+        records = finished_shards(out, plan, sent)
+        if len(records) == total:
+            return records
+        probe.touch()  # a network's cache may say of a file that another host has made that it is not there
+        probe.unlink()
+        flush_folder(out / WORK)
+    missing = next(shard.file for shard in plan.shards if shard.file not in records)
+    raise ResumeError(
+        f"{out}: {total - len(records):,} of {total:,} shards are missing, the first is {missing}; give the command of "
+        "each part again, or the whole one without --part"
+    )
+
+
 def _job(plan: Plan) -> dict[str, Any]:
     source, repo = stamps(plan.checkpoint), plan.checkpoint.place.repo
     job = {"plan": plan.digest, "tool": __version__, "recipe": plan.recipe.name, "source": source}
@@ -154,6 +185,9 @@ def _note_job(out: Path, plan: Plan, algebra: Iterable[str]) -> Claim:
     for shard in plan.shards:
         names = (unit.module + part.suffix for unit in shard.units for part in unit.source)
         if any(checkpoint.tensors[name].file in changed for name in names) and record_path(out, shard.file).exists():
+            # first the shard: a record without one is not done, but another's shard under a new record would be
+            (out / shard.file).unlink(missing_ok=True)
+            flush_folder(out)
             record_path(out, shard.file).unlink()
             gone += 1
     atomic_write(path, to_json(job))

@@ -18,7 +18,7 @@ from ..formats.checkpoint import CARD, INDEX, MANIFEST, WINDOW, WORK
 from ..formats.manifest import Manifest
 from ..formats.statistics import Statistics
 from . import kernels, output
-from .claim import Claim, claim
+from .claim import Claim, claim, settled
 from .guide import Guide, check_statistics, guided
 from .origin import origins
 from .plan import Plan
@@ -161,8 +161,8 @@ def already_done(plan: Plan, out: Path) -> Manifest:
 
 
 def finish_job(plan: Plan, out: Path, sides: Iterable[str], claim: Claim) -> Manifest:
-    """Side files, index, manifest and, last, config.json."""
-    manifest = write_small_files(plan, out, sides, claim, output.finished_shards(out, plan))
+    """Side files, index, manifest and, last, config.json. Raises ResumeError as `settled` does."""
+    manifest = write_small_files(plan, out, sides, claim, settled(plan, out))
     with output.writing(out):
         output.atomic_write(out / "config.json", plan.config)
         output.remove_work(out)

@@ -211,17 +211,35 @@ def record_path(out: Path, file: str) -> Path:
 
 
 def record_of(out: Path, shard: Shard, sent: str | None = None) -> Mapping[str, Any] | None:
-    """The record of a shard that is done: recorded, renamed and of the planned size; None where it is not.
+    """The record of a shard that is done: recorded, renamed, of the planned size and of this job; None where it is not.
 
     sent: a place to which shards go and are let go here; one that its record says to be there is done, too.
     """
     with contextlib.suppress(OSError, ValueError):
         record = json.loads(record_path(out, shard.file).read_bytes())
-        right = isinstance(record, dict) and record.get("bytes") == shard.size
+        right = (
+            isinstance(record, dict) and record.get("bytes") == shard.size and _is_of(record, begun(claim_path(out)))
+        )
         if right and ((sent and record.get("sent") == sent) or (out / shard.file).stat().st_size == shard.size):
             found: Mapping[str, Any] = record
             return found
     return None
+
+
+def _is_of(record: Mapping[str, Any], claim: Mapping[str, Any]) -> bool:
+    """Whether a record is of the job as it is claimed now: this version's, and of the very files of the source.
+
+    A process that outlived its job may have landed a shard of what the source was before.
+    """
+    made, source = record.get("source"), claim.get("source")
+    if not isinstance(made, dict) or not isinstance(source, dict) or record.get("tool") != claim.get("tool"):
+        return False
+    return record.keys() >= {"sha256", "units", "scales"} and all(source.get(f) == stamp for f, stamp in made.items())
+
+
+def claim_path(out: Path) -> Path:
+    """Where the claim of a job lies: see `claim`."""
+    return out / WORK / "job.json"
 
 
 def finished_shards(out: Path, plan: Plan, sent: str | None = None) -> dict[str, Mapping[str, Any]]:
@@ -243,6 +261,11 @@ def hash_file(handle: int, size: int) -> str:
 
 def remove_work(out: Path) -> None:
     """Clear what only the running job needed. Killed in the middle of it, the next run clears the rest."""
+    claim_path(out).unlink(missing_ok=True)  # first, and the lock last: nobody is to work by what is going
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(out / WORK):
+            if entry.name != "lock":
+                shutil.rmtree(entry) if entry.is_dir(follow_symlinks=False) else os.unlink(entry)
     shutil.rmtree(out / WORK, ignore_errors=True)
     flush_folder(out)
 

@@ -155,11 +155,5 @@ def finish_parts(plan: Plan, out: Path) -> tuple[Result, bool]:
             if before := output.is_finished(out, plan):
                 done = already_done(plan, out)
             else:
-                held = output.finished_shards(out, plan)
-                if missing := [shard.file for shard in plan.shards if shard.file not in held]:
-                    raise ResumeError(
-                        f"{out}: {len(missing):,} of {len(plan.shards):,} shards are missing, the first is "
-                        f"{missing[0]}; give the command of each part again, or the whole one without --part"
-                    )
                 done = finish_job(plan, out, sides, claim)
     return result_since(began, plan, None, len(plan.shards), done, Spent()), before

@@ -25,13 +25,13 @@ from typing import Any
 
 from .. import errors
 from ..errors import PhasefoldError, PlanError, UsageError
-from ..formats.checkpoint import WORK, Checkpoint, FolderShards
+from ..formats.checkpoint import WORK, Checkpoint
 from ..formats.statistics import Statistics
 from . import output
 from .plan import Plan
-from .ray_worker import STOP, Done, Refused, Task, here, write
+from .ray_worker import Done, Refused, Task, here, write
 from .units import Shard
-from .workers import Progress, Spent, source_tensors
+from .workers import Progress, Spent, scratch, source_tensors
 
 #: CPUs that a task takes if nothing is said: its shard is hashed by one thread at a time, which keeps up with so many
 TASK_CPUS = 4
@@ -59,20 +59,30 @@ class RayTasks:
         """Write the shards. Raises PhasefoldError with the first thing that is wrong; all tasks have ended then."""
         if not shards:
             return Spent()
-        (out / WORK / STOP).unlink(missing_ok=True)  # of a driver that was killed
+        stop = f"stop-{secrets.token_hex(8)}"
         with connected(self.address, self.cores) as ray:
             threads = self._threads(ray)
             remote = ray.remote(write).options(
                 num_cpus=threads, max_retries=RETRIES, retry_exceptions=False, scheduling_strategy="SPREAD"
             )
-            refs = {remote.remote(task): task.shard for task in self._tasks(plan, out, shards, threads)}
+            self._check_space(ray, plan, out, shards, threads)
+            refs: dict[Any, Shard] = {}
             try:
+                for task in self._tasks(plan, out, shards, threads, stop):
+                    refs[remote.remote(task)] = task.shard
                 return self._gather(ray, refs, progress)
             except BaseException:
-                _stop(ray, list(refs), out)
+                _stop(ray, list(refs), out / WORK / stop)
                 raise
 
-    def _tasks(self, plan: Plan, out: Path, shards: list[Shard], threads: int) -> Iterator[Task]:
+    def _check_space(self, ray: ModuleType, plan: Plan, out: Path, shards: list[Shard], threads: int) -> None:
+        """PlanError where the disk is too small for what all tasks at a time fetch of a source on the Hub."""
+        each = max(scratch(needed(plan.checkpoint, shard), out, [shard]) for shard in shards)
+        count = max(1, int(ray.cluster_resources().get("CPU", 1)) // threads)
+        if each:
+            output.check_space(out, each * min(count, len(shards)) + sum(shard.size for shard in shards))
+
+    def _tasks(self, plan: Plan, out: Path, shards: list[Shard], threads: int, stop: str) -> Iterator[Task]:
         made_by = here(gptq=any(unit.method == "gptq" for unit in plan.units()))
         statistics = (self.statistics.folder.absolute(), self.statistics.digest) if self.statistics else None
         for shard in shards:
@@ -86,6 +96,7 @@ class RayTasks:
                 made_by,
                 threads,
                 statistics,
+                stop,
             )
 
     def _threads(self, ray: ModuleType) -> int:
@@ -117,8 +128,7 @@ def needed(checkpoint: Checkpoint, shard: Shard) -> Checkpoint:
     tensors = {name: checkpoint.tensors[name] for name in source_tensors(shard)}
     heads = {stored.file: checkpoint.heads[stored.file] for stored in tensors.values()}
     place = checkpoint.place
-    shards = FolderShards(place.shards.folder.absolute()) if isinstance(place.shards, FolderShards) else place.shards
-    place = place._replace(folder=place.folder.absolute(), shards=shards)
+    place = place._replace(folder=place.folder.absolute(), shards=place.shards.absolute())
     return replace(checkpoint, place=place, tensors=tensors, heads=heads)
 
 
@@ -135,6 +145,8 @@ def connected(address: str | None, cores: int) -> Iterator[ModuleType]:
     except ImportError:
         raise UsageError("--executor ray: Ray is not installed; pip install 'phasefold[ray]'") from None
     with contextlib.ExitStack() as stack:
+        # without it a worker that Ray's memory monitor has killed is begun again for ever
+        stack.enter_context(_settings(RAY_task_oom_retries=str(RETRIES)))
         stack.callback(ray.shutdown)
         if address == "local" or not _found(ray, address):
             folder = stack.enter_context(_folder())
@@ -204,9 +216,10 @@ def _settings(**values: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
     """For the sockets and logs of a cluster of ours; the path of a socket may have 107 bytes."""
-    name = tempfile.mkdtemp(prefix="phasefold-")
+    name = tempfile.mkdtemp(prefix="phasefold-")  # ours alone; Ray opens the one in it to everybody
     try:
-        yield name
+        os.mkdir(os.path.join(name, "r"))
+        yield os.path.join(name, "r")
     finally:
         shutil.rmtree(name, ignore_errors=True)
 
@@ -216,22 +229,27 @@ def _result(ray: ModuleType, ref: Any, shard: Shard) -> Done:
     try:
         found: Done | Refused | None = ray.get(ref)
     except ray.exceptions.RayTaskError as error:
+        if "import" in str(error.cause) and not isinstance(error.cause, PhasefoldError):
+            why = _first_line(error.cause)
+            raise PlanError(f"a worker of Ray lacks this phasefold ({why}); install it on all hosts") from None
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except ray.exceptions.RayError as error:
         raise PlanError(f"{shard.file}: no worker of Ray could write it ({_first_line(error)})") from None
     if isinstance(found, Refused):
         raise getattr(errors, found.error)(found.message)
-    assert found is not None, "only a driver that no longer asks stops its tasks"
+    if found is None:
+        raise PlanError(f"{shard.file}: was not written, its task was stopped; give the same command again")
     return found
 
 
-def _stop(ray: ModuleType, refs: list[Any], out: Path) -> None:
+def _stop(ray: ModuleType, refs: list[Any], stop: Path) -> None:
     """End all tasks, and wait until they have cleared what is half written; Ray kills those that take too long."""
     with contextlib.suppress(OSError):
-        (out / WORK / STOP).touch()
+        stop.touch()
     with contextlib.suppress(ray.exceptions.RayError):
         ray.wait(refs, num_returns=len(refs), timeout=_STOP_PATIENCE)
-    (out / WORK / STOP).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        stop.unlink(missing_ok=True)
 
 
 def _first_line(error: BaseException) -> str:

@@ -31,9 +31,6 @@ from .workers import write_shards
 
 #: seconds that the writer of a shard, thought dead by Ray, has to let go of it
 PATIENCE = 120.0
-#: in the work folder: with it the driver asks tasks to end. `ray.cancel` would do, but it races with tasks that end by
-#: themselves, and then Ray aborts the driver (seen with 2.60)
-STOP = "stop"
 
 
 class Task(NamedTuple):
@@ -42,6 +39,8 @@ class Task(NamedTuple):
     checkpoint: the source, with no other tensors than those that are read. stamps: of its files, as the driver sees
     them. job: the plan's digest. made_by: `here()` of the driver. threads: of this task.
     statistics: folder and digest of those that guide the choice of numbers.
+    stop: name of a file in the work folder, this driver's alone, with which it asks its tasks to end. `ray.cancel`
+    would do, but it races with tasks that end by themselves, and then Ray aborts the driver (seen with 2.60).
     """
 
     checkpoint: Checkpoint
@@ -52,6 +51,7 @@ class Task(NamedTuple):
     made_by: Mapping[str, str]
     threads: int
     statistics: tuple[Path, str] | None
+    stop: str
 
 
 class Done(NamedTuple):
@@ -85,7 +85,7 @@ def write(task: Task) -> Done | Refused | None:
     """Write the shard of a task, unless it is there; None where the driver has stopped it."""
     started = time.process_time()
     try:
-        if (task.out / WORK / STOP).exists():
+        if (task.out / WORK / task.stop).exists():
             return None
         _check_host(task)
         guide = _guide(*task.statistics, task.threads) if task.statistics else None
@@ -100,7 +100,7 @@ def write(task: Task) -> Done | Refused | None:
 
 def _write(task: Task, guide: Guide | None) -> None:
     """A task that Ray gives to another worker may find its first one alive still, with the shard in its hands."""
-    deadline, asked = time.monotonic() + PATIENCE, task.out / WORK / STOP
+    deadline, asked = time.monotonic() + PATIENCE, task.out / WORK / task.stop
     while True:
         with _listening(asked) as stop:
             spent = write_shards(task.checkpoint, task.out, [task.shard], task.threads, None, guide, stop=stop)

@@ -12,9 +12,11 @@ import fcntl
 import hashlib
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import __version__
 from ..errors import ResumeError
 from . import output
 from .kernels import Buffer
@@ -48,11 +50,11 @@ class Busy(ResumeError):
 class ShardWriter:
     """Writes `FILE.partial` in any order and from any number of threads; `close` makes it the shard.
 
-    Raises Busy where another process writes it.
+    source: stamps of the files that it is made of. Raises Busy where another process writes it.
     """
 
-    def __init__(self, out: Path, shard: Shard) -> None:
-        self.out, self.shard = out, shard
+    def __init__(self, out: Path, shard: Shard, source: Mapping[str, Any] | None = None) -> None:
+        self.out, self.shard, self.source = out, shard, dict(source or {})
         self._path = out / (shard.file + output.PARTIAL)
         self._handle = self._open()
         try:
@@ -131,7 +133,11 @@ class ShardWriter:
         os.fsync(self._handle)
         size = os.fstat(self._handle).st_size
         assert size == self._hashed == self.shard.size, f"{self.shard.file}: {self.shard.size} planned, {size} written"
+        if not output.is_at(self._handle, self._path):
+            raise ResumeError(f"{self._path}: has been taken away while it was written; give the same command again")
+        (self.out / self.shard.file).unlink(missing_ok=True)  # one of another claim: never under this record
         record = {"bytes": size, "sha256": self._digest.hexdigest(), "units": self._units, "scales": self._scales}
+        record |= {"tool": __version__, "source": self.source}
         output.atomic_write(output.record_path(self.out, self.shard.file), output.to_json(record))
         os.replace(self._path, self.out / self.shard.file)
         output.flush_folder(self.out)
@@ -140,5 +146,8 @@ class ShardWriter:
     def abandon(self) -> None:
         """Let a half-written shard go."""
         with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
-            os.close(self._handle)
+            try:
+                if output.is_at(self._handle, self._path):
+                    self._path.unlink(missing_ok=True)
+            finally:
+                os.close(self._handle)

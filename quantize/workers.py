@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..formats.checkpoint import Checkpoint, Reader
 from . import output
@@ -40,6 +40,10 @@ class Landing(Protocol):
         """One is finished."""
         ...
 
+    def given_up(self, shard: Shard) -> None:
+        """One that was to begin is left to another process: its room is free."""
+        ...
+
 
 @dataclass
 class _Open:
@@ -54,6 +58,7 @@ class Tasks:
     """Hands out the units of a job, shard after shard, and closes each shard with its last unit.
 
     closed: told the name of each shard that is finished, by this process or by another one.
+    sources: of each shard the files that it is made of, and their stamps before the first of them is read.
     busy: shards that another process is writing.
     stop: set when a worker has failed or the job is interrupted; all then end soon.
     """
@@ -62,6 +67,7 @@ class Tasks:
     shards: list[Shard]
     progress: Progress | None
     closed: Callable[[str], None]
+    sources: Mapping[str, Mapping[str, Any]]
     landing: Landing | None = None
     busy: list[Shard] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -103,13 +109,15 @@ class Tasks:
             if (writer := self._writer(shard)) is not None:
                 self._opened.append(_Open(writer, iter(shard.units)))
                 yield self._opened[-1]
+            elif self.landing is not None:
+                self.landing.given_up(shard)
         yield from self._opened
 
     def _writer(self, shard: Shard) -> ShardWriter | None:
         """None where another process, with another part of this job, has written the shard by now, or is at it."""
         if output.record_of(self.out, shard) is None:
             try:
-                return ShardWriter(self.out, shard)
+                return ShardWriter(self.out, shard, self.sources.get(shard.file))
             except Busy:
                 self.busy.append(shard)
         elif self.progress:
@@ -149,6 +157,13 @@ def scratch(checkpoint: Checkpoint, out: Path, shards: Sequence[Shard]) -> int:
     return checkpoint.shards.scratch(ranges, out)
 
 
+def _sources(checkpoint: Checkpoint, shards: Sequence[Shard]) -> dict[str, dict[str, Any]]:
+    """Of each shard the source's files that it is made of, with their stamps."""
+    tensors, now = checkpoint.tensors, output.stamps(checkpoint)
+    files = {shard.file: dict.fromkeys(tensors[name].file for name in source_tensors(shard)) for shard in shards}
+    return {shard: {file: now[file] for file in made} for shard, made in files.items()}
+
+
 class Spent(NamedTuple):
     """What writing shards took in other processes than this one, and which were left to those who were writing them."""
 
@@ -181,7 +196,9 @@ def write_shards(
         return Spent()
     reader = Reader(checkpoint)
     reader.expect([(shard.file, source_tensors(shard)) for shard in shards])
-    tasks = Tasks(out, shards, progress, reader.let_go, landing, stop=stop or threading.Event())
+    tasks = Tasks(
+        out, shards, progress, reader.let_go, _sources(checkpoint, shards), landing, stop=stop or threading.Event()
+    )
 
     def work() -> None:
         buffers = Buffers()

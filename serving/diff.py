@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError, VerifyError
 from ..families import identify
 from ..formats import PLAIN, Part, Shape, recognise
-from ..formats.checkpoint import MANIFEST, Checkpoint, Stored
+from ..formats.checkpoint import CARD, INDEX, MANIFEST, OTHER_WEIGHTS, STRAY_CONFIG, Checkpoint, Stored
 from ..formats.manifest import Manifest, read_manifest
 from .diff_weights import Weights, alike, compare_bytes, compare_sha256, sha256_of_shards
 from .survey import PARTS
@@ -135,16 +135,18 @@ def diff(
         known = compare_bytes(before, after, advance)
     else:
         known = compare_sha256(before, after, sha256_of_shards(before, made), sha256_of_shards(after, other))
+    tensors = tuple(_tensors(before.tensors, after.tensors, old, new))
+    moved = sum(stored.file != after.tensors[name].file for name, stored in alike(before, after))
     return Diff(
         *states,
-        tuple(_tensors(before.tensors, after.tensors, old, new)),
-        sum(stored.file != after.tensors[name].file for name, stored in alike(before, after)),
+        tensors,
+        moved,
         tuple(_storage(old, new)),
         config,
         tuple(_files(before, after)),
         tuple(changed_keys(_facts(made), _facts(other))) if made and other else (),
         known,
-        tuple(_notes(before, after, states, config, known)),
+        tuple(_notes(before, after, states, config, known, changed=bool(tensors), moved=moved > 0)),
     )
 
 
@@ -265,12 +267,32 @@ def _union(old: Mapping[str, object], new: Mapping[str, object]) -> Iterable[str
 
 
 def _files(before: Checkpoint, after: Checkpoint) -> Iterator[FileChange]:
-    old, new = before.side_files(), after.side_files()
+    old, new = before.side_files() | _misleading(before), after.side_files() | _misleading(after)
+    if before.place.repo is None and after.place.repo is None:  # of a repo they are not fetched
+        old, new = old | _other_weights(before), new | _other_weights(after)
+    if any((side.folder / MANIFEST).exists() for side in (before, after)):  # the card is no part of an artifact
+        old.pop(CARD, None), new.pop(CARD, None)
     for name in sorted(old.keys() | new.keys()):
         if name not in old or name not in new:
             yield FileChange(name, "added" if name in new else "removed", old.get(name), new.get(name))
         elif old[name] != new[name] or _sha256(before.folder / name) != _sha256(after.folder / name):
             yield FileChange(name, "changed", old[name], new[name])
+
+
+def _misleading(checkpoint: Checkpoint) -> dict[str, int]:
+    """Modelopt's config, which some runtimes read first."""
+    return {STRAY_CONFIG: len(data)} if (data := _bytes(checkpoint, STRAY_CONFIG)) else {}
+
+
+def _other_weights(checkpoint: Checkpoint) -> dict[str, int]:
+    """Weights in other formats, beside the shards."""
+    found = sorted(path for path in checkpoint.folder.iterdir() if path.name.endswith(OTHER_WEIGHTS))
+    return {path.name: path.stat().st_size for path in found}
+
+
+def _bytes(checkpoint: Checkpoint, name: str) -> bytes:
+    path = checkpoint.folder / name
+    return path.read_bytes() if path.is_file() else b""
 
 
 def _sha256(path: Path) -> bytes:
@@ -282,13 +304,28 @@ def _sha256(path: Path) -> bytes:
 
 
 def _notes(
-    before: Checkpoint, after: Checkpoint, sides: tuple[Side, Side], config: tuple[KeyChange, ...], known: Weights
+    before: Checkpoint,
+    after: Checkpoint,
+    sides: tuple[Side, Side],
+    config: tuple[KeyChange, ...],
+    known: Weights,
+    *,
+    changed: bool,
+    moved: bool,
 ) -> Iterator[str]:
     if not config and before.config_bytes != after.config_bytes:
         yield "config.json: the same values, written otherwise"
     if sides[0].manifest != sides[1].manifest:
         told = [side.manifest or "none" for side in sides]
         yield f"{MANIFEST} before: {told[0]}; after: {told[1]}"
+    if before.unindexed != after.unindexed:
+        yield f"{INDEX}: names other shards of those that lie there"
+    if not moved and before.tensors.keys() == after.tensors.keys():
+        if _bytes(before, INDEX) != _bytes(after, INDEX):
+            yield f"{INDEX}: differs"
+        heads = sum(before.heads[file][2] != after.heads[file][2] for file in before.heads if file in after.heads)
+        if heads and not changed:
+            yield f"headers of {heads:,} shards differ, their tensors do not (order, or metadata)"
     same = before.config_bytes == after.config_bytes and before.heads == after.heads
     if same and known.state in ("not compared", "partly compared") and before.digest != after.digest:
         yield "samples of the weights differ"

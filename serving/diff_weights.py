@@ -15,7 +15,8 @@ _BLOCK = 8 << 20  # bytes, of each side
 class Weights(NamedTuple):
     """What is known of the tensors that both sides store alike: by one name, in one dtype and shape.
 
-    how: "bytes" where they were read; "sha256" where manifests, or the Hub, tell that of shards on both sides; else "".
+    how: "bytes" where they were read; "sha256" where the Hub tells that of shards on both sides, "manifests" where a
+    folder's manifest does, whose word is held against samples of its shards; else "".
     alike: how many there are. equal: how many of them are known to be equal.
     differ: how many differ; by sha256, which knows no tensors, in how many shards of equal headers at least one does.
     first: the first that differs, a tensor's name or a shard's. at: index of its first differing element, by bytes.
@@ -97,30 +98,50 @@ def _index(element: int, shape: Shape) -> Shape:
     return tuple(reversed(index))
 
 
-def sha256_of_shards(checkpoint: Checkpoint, manifest: Manifest | None) -> dict[str, str]:
+class Told(NamedTuple):
+    """The sha256 of a shard as somebody tells it. fact: the Hub, which has hashed it; else a manifest beside it."""
+
+    sha256: str
+    fact: bool
+
+
+def sha256_of_shards(checkpoint: Checkpoint, manifest: Manifest | None) -> dict[str, Told]:
     """The sha256 of each shard that somebody vouches for: the Hub, or a manifest."""
     found = {}
     for file in checkpoint.heads:
-        told = checkpoint.shards.sha256(file)
-        if told is None and manifest is not None:
-            told = manifest.files[file].get("sha256")
-        if isinstance(told, str):
-            found[file] = told
+        if (known := checkpoint.shards.sha256(file)) is not None:
+            found[file] = Told(known, fact=True)
+        elif manifest is not None and isinstance(told := manifest.files[file].get("sha256"), str):
+            found[file] = Told(told, fact=False)
     return found
 
 
-def compare_sha256(before: Checkpoint, after: Checkpoint, old: Mapping[str, str], new: Mapping[str, str]) -> Weights:
-    """What the sha256 of shards tell; nothing where those of one side are not known."""
+def compare_sha256(before: Checkpoint, after: Checkpoint, old: Mapping[str, Told], new: Mapping[str, Told]) -> Weights:
+    """What the sha256 of shards tell; nothing where those of one side are not known.
+
+    A manifest's is a claim about a file that may have changed since: shards that are equal by it are sampled.
+    """
     tensors = [name for name, _ in alike(before, after)]
-    equal, suspects = 0, set()
+    pairs = {(before.tensors[name].file, after.tensors[name].file) for name in tensors}
+    same = {(a, b) for a, b in pairs if a in old and b in new and old[a].sha256 == new[b].sha256}
+    claimed = {(a, b) for a, b in same if not (old[a].fact and new[b].fact)}
+    broken = _unlike_samples(before, after, claimed)
+    equal, suspects = 0, {a for a, _ in broken}
     for name in tensors:
         here, there = before.tensors[name], after.tensors[name]
-        if here.file not in old or there.file not in new:
-            continue
-        if old[here.file] == new[there.file]:
-            equal += 1
-        elif here == there:
+        if (here.file, there.file) in same:
+            equal += (here.file, there.file) not in broken
+        elif here.file in old and there.file in new and here == there:
             suspects.add(here.file)
     # the hash is of the whole file: where headers are equal too, it is the data that differs
-    differ = [file for file in before.heads if file in suspects and before.heads[file] == after.heads[file]]
-    return Weights("sha256" if old and new else "", len(tensors), equal, len(differ), differ[0] if differ else "")
+    differ = [file for file in before.heads if file in suspects and before.heads[file] == after.heads.get(file)]
+    how = "manifests" if claimed else "sha256" if old and new else ""
+    return Weights(how, len(tensors), equal, len(differ), differ[0] if differ else "")
+
+
+def _unlike_samples(before: Checkpoint, after: Checkpoint, pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Pairs of shards that should be the same file, and of which samples, or the headers, differ."""
+    ones, others = (
+        checkpoint.samples({pair[side] for pair in pairs}) for side, checkpoint in enumerate((before, after))
+    )
+    return {(a, b) for a, b in pairs if before.heads[a] != after.heads[b] or ones[a] != others[b]}

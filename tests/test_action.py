@@ -187,6 +187,17 @@ def test_an_input_is_never_code(runner: Runner, text: str) -> None:
         assert not [line for line in done.log.splitlines() if line.startswith("::error::")], name
 
 
+def test_python_files_of_the_workspace_are_not_run(runner: Runner, installed: Runner, tmp_path: Path) -> None:
+    """What a pull request puts there would be Python's own modules to whoever looks for them in the workspace first."""
+    for name in ("json", "venv", "pip", "importlib", "typer", "phasefold", "sitecustomize"):
+        (runner.workspace / f"{name}.py").write_text("raise SystemExit('it was run')\n")
+    done = runner.use({"source": tiny(runner), "max-total": "1kB"})
+    assert done.code == 3 and done.outputs["within-budget"] == "false" and "it was run" not in done.log
+    (tmp_path / "temp").mkdir()
+    anew = Runner(installed.action, tmp_path / "temp", runner.workspace, OFFLINE, skip=("size",)).use({"source": "x"})
+    assert anew.code == 0 and "it was run" not in anew.log, anew.log
+
+
 def test_the_text_of_an_input_arrives_whole(runner: Runner) -> None:
     name = "$(touch pwned) `x` \"a\" 'b' *"
     shutil.copytree(variants.EXAMPLES / "tiny-glm4", runner.workspace / name)

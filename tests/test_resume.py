@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import variants
 
+from phasefold import __version__
 from phasefold.errors import CheckpointError, PlanError, ResumeError
 from phasefold.formats.checkpoint import MANIFEST, open_checkpoint
 from phasefold.quantize import output
@@ -23,6 +24,7 @@ from phasefold.quantize.claim import claim
 from phasefold.quantize.convert import convert
 from phasefold.quantize.plan import Plan, make_plan
 from phasefold.quantize.shard import Outcome, ShardWriter
+from phasefold.quantize.verify import verify
 from phasefold.recipes import load
 
 TINY = variants.EXAMPLES / "tiny-glm5"
@@ -216,6 +218,80 @@ def test_shards_of_a_source_that_was_touched_are_made_anew_and_told(tmp_path: Pa
     (source / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ResumeError, match=r"the source's tokenizer_config\.json has changed"):
         convert(plan(source), tmp_path / "out")
+
+
+def changed_beside_its_samples(source: Path) -> None:
+    """Other weights that the digest, and with it the plan, does not see."""
+    for path in source.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-40:-36] = b"\x01\x3f\x02\x3f"
+        path.write_bytes(data)
+
+
+def test_an_old_shard_never_stands_under_a_new_record(tmp_path: Path, monkeypatch) -> None:
+    """Killed between record and rename, while shards of a changed source are made anew."""
+    source, out = Path(shutil.copytree(TINY, tmp_path / "tiny-glm5")), tmp_path / "out"
+    made, replace = plan(source), os.replace
+    convert(made, out)
+    for name in [path.name for path in out.iterdir() if path.suffix != ".safetensors"]:
+        (out / name).unlink() if name != MANIFEST else None  # as if it had not been finished
+    (out / MANIFEST).rename(tmp_path / MANIFEST)
+    (out / output.WORK).mkdir()
+    output.atomic_write(output.claim_path(out), output.to_json({"plan": made.digest}))
+    files = json.loads((tmp_path / MANIFEST).read_bytes())["files"]
+    with claim(out, made):
+        for shard in made.shards:
+            record = files[shard.file] | {"units": {}, "scales": {}, "tool": __version__, "source": {}}
+            output.atomic_write(output.record_path(out, shard.file), output.to_json(record))
+    changed_beside_its_samples(source)
+    again = plan(source)
+    assert again.digest == made.digest
+
+    def stopped(old: Path, new: Path) -> None:
+        if str(new).endswith(".safetensors"):
+            raise Stopped
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", stopped)
+    with pytest.raises(Stopped):
+        convert(again, out, workers=1)
+    monkeypatch.setattr(os, "replace", replace)
+    assert not output.finished_shards(out, again)
+    convert(again, out)
+    assert not verify(out, source).problems
+    convert(plan(source), tmp_path / "fresh")
+    assert hashes(out) == hashes(tmp_path / "fresh")
+
+
+def test_a_source_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    """Nobody knows which shards hold which weights: nothing is finished, and the same command makes them anew."""
+    source, out = Path(shutil.copytree(TINY, tmp_path / "tiny-glm5")), tmp_path / "out"
+    made = plan(source)
+
+    def replace(_: int) -> None:
+        if len(output.finished_shards(out, made)) == 3 and not (tmp_path / "before").exists():
+            shutil.copytree(source, tmp_path / "before")
+            changed_beside_its_samples(source)
+
+    with pytest.raises(ResumeError, match="has changed while it was read"):
+        convert(made, out, workers=1, progress=replace)
+    assert not (out / "config.json").exists()
+    convert(plan(source), out)
+    convert(plan(source), tmp_path / "fresh")
+    assert hashes(out) == hashes(tmp_path / "fresh") and not verify(out, source).problems
+
+
+def test_a_shard_that_is_deleted_while_the_job_runs(tmp_path: Path) -> None:
+    out, made, deleted = tmp_path / "out", plan(), list[int]()
+
+    def delete(_: int) -> None:
+        if len(output.finished_shards(out, made)) == 3 and not deleted:
+            (out / made.shards[0].file).unlink()
+            deleted.append(1)
+
+    with pytest.raises(ResumeError, match=r"1 of .* shards are missing, the first is model-00001-of"):
+        convert(made, out, workers=1, progress=delete)
+    assert convert(made, out).resumed_shards == len(made.shards) - 1
 
 
 def test_another_process_that_was_faster(tmp_path: Path, monkeypatch, whole: dict[str, str]) -> None:
