@@ -74,7 +74,7 @@ SharedFusion = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Window = Annotated[
     str | None,
-    typer.Option(help="Disk for shards of a SOURCE on the Hub, with a unit; 20GB, or what one output shard needs."),
+    typer.Option(help="Disk for shards that are fetched from the Hub, with a unit; 20GB, or what is needed at once."),
 ]
 WindowDir = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for them.")]
 Workers = Annotated[int | None, typer.Option(min=1, max=256, help="Threads; as many as there are cores if not given.")]
@@ -93,6 +93,8 @@ def place_of(source: str, fetching: Fetching | None = None, *, sides: bool = Fal
     """A folder; or a repo of the Hub, where the text names one and no such folder is there. sides: see `open_repo`."""
     from ..hub.api import parse
 
+    if match := re.match(r"(https?|hf)://[^\s]*?([\w.-]+/[\w.-]+?)/*$", source):
+        raise UsageError(f"{source}: an address; give a repo as org/name: {match[2]}")
     if (address := parse(source)) is None:
         if fetching and (fetching.window or fetching.window_dir):
             raise UsageError("--window and --window-dir: only for a SOURCE on the Hub; leave them out")

@@ -51,6 +51,7 @@ __all__ = [
     "read_header",
     "read_index",
     "side_files",
+    "unfinished",
 ]
 
 INDEX = "model.safetensors.index.json"
@@ -148,7 +149,7 @@ def open_checkpoint(where: Path | Place) -> Checkpoint:
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from None
     if WORK in listed and "config.json" not in listed:
-        raise CheckpointError(f"{folder}: unfinished; give the same convert command again to go on")
+        raise CheckpointError(f"{folder}: {unfinished(folder)}")
     config_bytes = read_file(folder / "config.json")
     config = parse_json(config_bytes, folder / "config.json")
     weight_map, total = read_index(folder)
@@ -168,6 +169,15 @@ def open_checkpoint(where: Path | Place) -> Checkpoint:
     if weight_map:
         _agree(label, weight_map, total, {k: s for k, s in tensors.items() if s.file in indexed})
     return Checkpoint(place, config, config_bytes, tensors, heads, frozenset(set(names) - indexed))
+
+
+def unfinished(folder: Path) -> str:
+    """What to say of a folder that a job works in, or has left without its weights."""
+    try:
+        repo = json.loads((folder / WORK / "job.json").read_bytes())["pushed"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unfinished; give the same convert command again to go on"
+    return f"its weights are in {repo}, to which they were pushed while they were made; `phasefold pull` them"
 
 
 def read_index(folder: Path) -> tuple[dict[str, str], float | None]:

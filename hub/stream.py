@@ -100,6 +100,10 @@ def convert_to_repo(
         small["config.json"] = plan.config
         small[CARD] = card_of(out, plan.config, manifest, upload, about).encode()
         revision = upload.finish(small)
+        job = output.claim_path(out)
+        output.atomic_write(
+            job, output.to_json(json.loads(job.read_bytes()) | {"pushed": f"{place} ({revision[:12]})"})
+        )
     return Streamed(result_since(began, plan, cards, len(records), manifest, Spent()), pushed(upload, revision))
 
 

@@ -301,6 +301,8 @@ class Upload:
             raise HubError(f"{self}: {lacking[0]} is not in it, and was not sent; push the artifact again")
         kept = {*self._meant, ATTRIBUTES}
         gone = sorted(path for path in self.tree if path not in kept) if self.replace else []
+        if gone and self.notice:
+            self.notice(f"{self}: {len(gone):,} other files go, as --replace says: {', '.join(gone[:3])} ...")
         operations = [*self._pending, *(CommitOperationDelete(path, is_folder=False) for path in gone)]
         if operations:
             self._commit(operations, message or f"Add {len(self._meant)} files by phasefold {__version__}")
@@ -311,9 +313,8 @@ class Upload:
         return str(self.head)
 
     def _put_tag(self) -> None:
-        if self.tag is None:
+        if (tag := self.tag) is None:
             return
-        tag = self.tag
         if tag in self._tags:
             if (at := str(self._at(tag))) != self.head and self.notice:
                 self.notice(f"{self.repo}: tag {tag} stays at {at[:12]}, which holds the same artifact")

@@ -178,7 +178,7 @@ def _note_job(out: Path, plan: Plan, algebra: Iterable[str]) -> Claim:
         earlier = found.get("algebra") if begun_any else None
         job["algebra"] = sorted({*algebra, *(earlier if isinstance(earlier, list) else ())})
     places: list[str] = job.get("algebra", [])
-    if found == job:
+    if {key: value for key, value in found.items() if key != "pushed"} == job:
         return Claim(0, places)
     before = found.get("source") if found.get("tool") == __version__ else None
     changed = {file for file in now if not isinstance(before, dict) or before.get(file) != now[file]}

@@ -83,6 +83,10 @@ def convert(
             else:
                 held = output.finished_shards(out, plan)
                 resumed = len(held)
+                if notice and (sent := output.sent_shards(out, plan)):
+                    notice(
+                        f"{len(sent):,} shards were sent to {sent[0]} and are not here any more: they are made again"
+                    )
                 if progress:
                     progress(sum(u.source_bytes for s in plan.shards if s.file in held for u in s.units))
                 todo = [shard for shard in plan.shards if shard.file not in held]

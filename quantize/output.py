@@ -226,6 +226,16 @@ def record_of(out: Path, shard: Shard, sent: str | None = None) -> Mapping[str, 
     return None
 
 
+def sent_shards(out: Path, plan: Plan) -> list[str]:
+    """Where the shards lie that are done and were let go here, one entry each."""
+    found = []
+    for shard in plan.shards:
+        place = begun(record_path(out, shard.file)).get("sent")
+        if place and not (out / shard.file).exists():
+            found.append(str(place))
+    return found
+
+
 def _is_of(record: Mapping[str, Any], claim: Mapping[str, Any]) -> bool:
     """Whether a record is of the job as it is claimed now: this version's, and of the very files of the source.
 

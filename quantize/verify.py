@@ -27,6 +27,7 @@ from ..formats.checkpoint import (
     Reader,
     Repo,
     open_checkpoint,
+    unfinished,
 )
 from ..formats.manifest import Manifest, read_manifest
 from ..recipes import parse
@@ -74,7 +75,7 @@ def verify(
     verdict = Verdict()
     theirs = open_checkpoint(source) if source is not None else None
     if (artifact / WORK / "job.json").exists() and not (artifact / "config.json").exists():
-        verdict.problems.append(f"{artifact}: unfinished; give the same convert command again to go on")
+        verdict.problems.append(f"{artifact}: {unfinished(artifact)}")
         return verdict
     try:
         manifest = read_manifest(artifact)

@@ -316,8 +316,7 @@ def _notes(
     if not config and before.config_bytes != after.config_bytes:
         yield "config.json: the same values, written otherwise"
     if sides[0].manifest != sides[1].manifest:
-        told = [side.manifest or "none" for side in sides]
-        yield f"{MANIFEST} before: {told[0]}; after: {told[1]}"
+        yield f"{MANIFEST} before: {sides[0].manifest or 'none'}; after: {sides[1].manifest or 'none'}"
     if before.unindexed != after.unindexed:
         yield f"{INDEX}: names other shards of those that lie there"
     if not moved and before.tensors.keys() == after.tensors.keys():

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError
 from ..families import Model, TensorSpec, identify
 from ..formats import PLAIN, Part, Shape, recognise
-from ..formats.checkpoint import STRAY_CONFIG, WORK, Place, in_folder, parse_json, read_file
+from ..formats.checkpoint import STRAY_CONFIG, WORK, Place, in_folder, parse_json, read_file, unfinished
 from ..quantize.naming import Built, Module
 from ..quantize.plan import Plan
 from ..quantize.resolve import Answer, read
@@ -148,7 +148,7 @@ def survey(where: Path | Place) -> Survey:
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read ({error.strerror}); give the folder of a checkpoint") from None
     if WORK in listed and "config.json" not in listed:
-        raise CheckpointError(f"{folder}: unfinished; give the same convert command again to go on")
+        raise CheckpointError(f"{folder}: {unfinished(folder)}")
     config = parse_json(read_file(folder / "config.json"), folder / "config.json")
     tensors, faults, broken = read_shards(place)
     model = identify(config)

@@ -204,6 +204,9 @@ def test_given_again_it_sends_and_reads_nothing(server: HubServer, env: dict[str
     assert again["push"]["revision"] == first["push"]["revision"] == server.tags(MADE)["v1"]
     assert again["resumed_shards"] == again["shards"] and again["push"]["uploaded"] == 0
     assert (len(server.asked("lfs_put")), len(server.asked("commit"))) == (puts, gets)
+    told = f"its weights are in {MADE}@int4 ({first['push']['revision'][:12]})"
+    assert told in run(env, "check", tmp_path / "out", code=1).stderr
+    assert told in run(env, "inspect", tmp_path / "out", code=1).stderr
     assert again["push"]["files"] == first["push"]["files"] and again["push"]["bytes"] == first["push"]["bytes"]
 
 
@@ -326,7 +329,9 @@ def test_a_whole_artifact_is_not_streamed_but_pushed(server: HubServer, env: dic
 def test_a_streamed_job_can_become_a_local_one(server: HubServer, env: dict[str, str], tmp_path: Path) -> None:
     """Shards that are on the Hub are no shards of a folder: they are made again."""
     said(env, "convert", SOURCE, tmp_path / "out", *JOB, "--push-to", MADE)
-    done = said(env, "convert", SOURCE, tmp_path / "out", *JOB)
+    told = run(env, "convert", SOURCE, tmp_path / "out", *JOB, "--json")
+    assert f"were sent to {MADE}@main and are not here any more: they are made again" in told.stderr
+    done = json.loads(told.stdout)
     assert done["resumed_shards"] == 0 and said(env, "verify", tmp_path / "out")["ok"]
 
 

@@ -230,7 +230,7 @@ def task(tmp_path: Path) -> Iterator[Task]:
     made_plan = plan()
     driver = RayTasks(None, 1, 1, None, lambda _: None)
     with claim(tmp_path / "out", made_plan):
-        yield next(driver._tasks(made_plan, tmp_path / "out", list(made_plan.shards), 1))
+        yield next(driver._tasks(made_plan, tmp_path / "out", list(made_plan.shards), 1, "stop-of-this"))
 
 
 def test_a_task_in_this_process(task: Task) -> None:
