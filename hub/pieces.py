@@ -144,11 +144,16 @@ class Item:
             done += got
         return digest.hexdigest()
 
-    def remove(self) -> None:
-        """Let it go, whatever there is of it."""
+    def close(self) -> None:
+        """Nothing is written to it any more."""
         if self._handle >= 0:
             os.close(self._handle)
-        self._handle, self.begun, self.ready, self._todo, self._left = -1, False, False, [], set()
+        self._handle = -1
+
+    def remove(self) -> None:
+        """Let it go, whatever there is of it."""
+        self.close()
+        self.begun, self.ready, self._todo, self._left = False, False, [], set()
         for path in (self.path, self.partial, self.journal):
             path.unlink(missing_ok=True)
 

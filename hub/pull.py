@@ -126,9 +126,12 @@ class Job:
         Raises ResumeError where the folder holds something else, PlanError where there is no room, HubError.
         """
         if self.whole:
-            self._compare()
-            shutil.rmtree(self.out / WORK, ignore_errors=True)  # of a pull that was killed as it ended
-            left = []
+            if left := self._compare():
+                with locked(self.out, self.out / WORK), writing(self.out):
+                    for path in left:
+                        self._fetch(path)
+                        self._place(path)
+            shutil.rmtree(self.out / WORK, ignore_errors=True)  # also of a pull that was killed as it ended
         else:
             with locked(self.out, self.out / WORK), writing(self.out):
                 left = self._fill(progress)
@@ -161,16 +164,24 @@ class Job:
                 self._place(mark)
         return left
 
-    def _compare(self) -> None:
-        """A folder with a checkpoint in it: all of it is hashed. ResumeError where it is another one."""
+    def _compare(self) -> list[str]:
+        """A folder with a checkpoint in it: all of it is hashed. ResumeError where it is another one.
+
+        -> the card and results of `eval`, which are about it and no part of it, where the repo has others.
+        """
+        about = []
         known = {path.relative_to(self.out).as_posix() for path in self.out.rglob("*") if path.is_file()}
         odd = [path for path in weights(sorted(known)) if path not in self.files]
         for path in (*odd, *sorted(self.files, key=lambda path: self.files[path].nbytes)):
-            if path in odd or path not in known or not self._is_done(path) or self._fault(path, self.out / path):
+            if path not in odd and path in known and self._is_done(path) and not self._fault(path, self.out / path):
+                continue
+            if path != CARD and not path.startswith("evals/"):
                 raise ResumeError(
                     f"{self.out}: holds another checkpoint than {self.address} at {self.revision[:12]} "
                     f"({path} differs); give a new folder"
                 )
+            about.append(path)
+        return about
 
     def _clear(self) -> None:
         """Take away what a killed download left: the library begins such a file anew, under another name."""

@@ -189,6 +189,9 @@ class Window:
         until = time.monotonic() + 2
         for thread in self._threads:  # one that hangs in a request ends with it; it writes nothing any more
             thread.join(timeout=max(0.0, until - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            for item in (item for items in self._items.values() for item in items):
+                item.close()
         if self._home is not None:
             if self._place is None or not any(item.steps for items in self._items.values() for item in items):
                 shutil.rmtree(self._home, ignore_errors=True)

@@ -117,10 +117,15 @@ class Tasks:
         """None where another process, with another part of this job, has written the shard by now, or is at it."""
         if output.record_of(self.out, shard) is None:
             try:
-                return ShardWriter(self.out, shard, self.sources.get(shard.file))
+                writer = ShardWriter(self.out, shard, self.sources.get(shard.file))
             except Busy:
                 self.busy.append(shard)
-        elif self.progress:
+                self.closed(shard.file)
+                return None
+            if output.record_of(self.out, shard) is None:
+                return writer
+            writer.abandon()  # it has landed between the question and the lock
+        if self.progress:
             self.progress(shard.source_bytes)
         self.closed(shard.file)
         return None

@@ -73,6 +73,23 @@ def test_every_byte(server: HubServer, env: dict[str, str], artifact: Path, tmp_
     assert contents(tmp_path / "by-sha") == contents(artifact)
 
 
+def test_what_is_about_the_artifact_is_brought_up_to_date(
+    server: HubServer, env: dict[str, str], artifact: Path, tmp_path: Path
+) -> None:
+    """A card that was edited on the Hub, and results that came since, are no other checkpoint."""
+    out = tmp_path / "out"
+    pulled(env, out)
+    server.add(REPO, {"README.md": b"# edited\n", "evals/later.txt": b"better\n"})
+    done = pulled(env, out)
+    assert done["downloaded"] == 2 and done["revision"] == server.branches(REPO)["main"]
+    held = contents(out)
+    assert held.pop("README.md") == b"# edited\n" and held.pop("evals/later.txt") == b"better\n"
+    assert held == {path: data for path, data in contents(artifact).items() if path != "README.md"}
+    server.add(REPO, {"generation_config.json": b"{}"})
+    text = run(env, "pull", REPO, out, code=1).stderr
+    assert "holds another checkpoint than" in text and "(generation_config.json differs)" in text
+
+
 @pytest.mark.parametrize("number", [1, 4, 9, 13])
 def test_killed_and_given_again(
     server: HubServer, env: dict[str, str], artifact: Path, tmp_path: Path, number: int
