@@ -196,6 +196,7 @@ class Upload:
         self._meant[path] = wanted
         if holds(found, wanted):
             self.skipped[path] = nbytes
+            self.committed.add(path)
             return False
         if isinstance(data, Path) and (not data.is_file() or os.stat(data).st_size != nbytes):
             raise HubError(f"{data}: has gone, or no longer has {nbytes:,} bytes, while it was pushed; see `verify`")
@@ -217,9 +218,8 @@ class Upload:
     def commit(self) -> None:
         """Commit what was sent since the last one."""
         if self._pending:
-            names = [one.path_in_repo for one in self._pending]
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self._commit(self._pending, f"Add {names[0]}{more}")
+            more = f" and {len(self._pending) - 1} more" if len(self._pending) > 1 else ""
+            self._commit(self._pending, f"Add {self._pending[0].path_in_repo}{more}")
             self._pending = []
 
     def _commit(self, operations: list[Any], title: str) -> None:
@@ -281,7 +281,7 @@ class Upload:
             size = f", {found.nbytes:,} bytes of {wanted.nbytes:,}" if found.nbytes != wanted.nbytes else ""
             raise HubError(f"{self}: {path} was sent and is something else there (hash{size}); push it again")
 
-    def finish(self, small: Mapping[str, bytes | Path], message: str | None = None) -> str:
+    def finish(self, small: Mapping[str, bytes | Path]) -> str:
         """Commit the rest; the last commit holds all that is small: side files, card, config, index, manifest.
 
         Then the whole branch is held against what it has to be, and tagged; -> the revision. small: path -> content.
@@ -305,7 +305,7 @@ class Upload:
             self.notice(f"{self}: {len(gone):,} other files go, as --replace says: {', '.join(gone[:3])} ...")
         operations = [*self._pending, *(CommitOperationDelete(path, is_folder=False) for path in gone)]
         if operations:
-            self._commit(operations, message or f"Add {len(self._meant)} files by phasefold {__version__}")
+            self._commit(operations, f"Add {len(self._meant)} files by phasefold {__version__}")
             self._pending = []
         for path in self._meant:
             self._check(path)

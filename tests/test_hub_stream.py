@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -345,6 +346,20 @@ def test_a_shard_that_vanished_from_the_hub_is_told(server: HubServer, env: dict
     assert f"{lost} and " in done.stderr and "were sent there and are gone; they are made anew" in done.stderr
     assert json.loads(done.stdout)["push"]["revision"] == server.branches(MADE)["main"]
     run(env, "pull", MADE, tmp_path / "pulled")
+
+
+def test_shards_that_are_there_already_are_let_go_too(server: HubServer, env: dict[str, str], tmp_path: Path) -> None:
+    """The folder of a half-pushed job was lost: what is made again is not sent again, and does not pile up."""
+    job = ("convert", SOURCE, tmp_path / "out", *JOB, "--push-to", MADE)
+    killed(env, server, counted("commit", 4), *job)
+    shutil.rmtree(tmp_path / "out")
+    with Watch(tmp_path / "out") as watch:
+        done = said(env, *job)
+    assert done["push"]["skipped"] > 0 and done["resumed_shards"] == 0
+    assert disk(tmp_path / "out") == 0
+    made = max(path.stat().st_size for path in server.files(MADE).values())
+    source = sum(path.stat().st_size for path in server.files(SOURCE).values())
+    assert watch.most[0] <= source + 2 * BATCH + made, "the window is not bounded here"
 
 
 def test_verbs_that_need_the_weights_say_what_to_do(server: HubServer, env: dict[str, str], tmp_path: Path) -> None:
