@@ -113,8 +113,6 @@ def place_of(source: str, fetching: Fetching | None = None, *, sides: bool = Fal
     try:
         return open_repo(address, **how)
     except HubError as error:
-        if "no such repo" not in str(error):
-            raise
         raise HubError(f"{error} (and there is no folder {source})") from None
 
 

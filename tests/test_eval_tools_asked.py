@@ -164,7 +164,7 @@ def test_what_is_asked_arrives_as_it_stands(tmp_path: Path, serving: tuple[str, 
 def test_what_is_over_in_a_moment_is_tried_again(tmp_path: Path, serving: tuple[str, Behaviour]) -> None:
     url, seen = serving
     texts = ["once 429", "once 500", "once 503", "drop", "short", "garbage", "slow", "once 408"]
-    found = ask_server(asked(tmp_path, *texts), at(url, timeout=0.4), most_unanswered=0)
+    found = ask_server(asked(tmp_path, *texts), at(url, timeout=0.7), most_unanswered=0)
     assert [some[0].content for some in found] == [f"{text.split()[0]} at last" for text in texts]
     assert set(seen.tried.values()) == {2}
 
@@ -185,11 +185,11 @@ def test_what_is_not_over_is_an_answer_with_an_error(tmp_path: Path, serving: tu
     url, seen = serving
     texts = ["always 500", "drop always", "garbage always", "empty", "slow always", "always 400", "always 422", "call"]
     requests = asked(tmp_path, *texts)
-    found = ask_server(requests, at(url, timeout=0.2, tries=2), most_unanswered=0.9)
+    found = ask_server(requests, at(url, timeout=0.7, tries=2), most_unanswered=0.9)
     errors = [some[0].error for some in found]
     assert errors[0] == 'HTTP 500: {"error": {"message": "over\\nloaded"}} (2 tries)'
     assert all(error and error.endswith("(2 tries)") for error in errors[:5])
-    assert "no chat completion" in errors[3] and errors[4] == "no answer in 0.2 seconds (2 tries)"
+    assert "no chat completion" in errors[3] and errors[4] == "no answer in 0.7 seconds (2 tries)"
     assert errors[5:7] == [f'HTTP {status}: {{"error": {{"message": "over\\nloaded"}}}}' for status in (400, 422)]
     assert errors[7] is None and [seen.tried[text] for text in texts] == [2, 2, 2, 2, 2, 1, 1, 1]
     kept = judge(requests, found, most_unanswered=0.9)

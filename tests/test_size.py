@@ -328,8 +328,8 @@ def test_wrong_usage_is_one_line(words: list[str], code: int, said: str) -> None
 
 
 def test_a_folder_that_is_none() -> None:
-    done = run("size", "no/such", code=1)
-    assert done.stderr.count("\n") == 1 and "no/such: cannot be read" in done.stderr
+    done = run("size", "no/such/folder", code=1)
+    assert done.stderr.count("\n") == 1 and "no/such/folder: cannot be read" in done.stderr
 
 
 def test_nothing_heavy_is_imported() -> None:
