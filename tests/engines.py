@@ -100,7 +100,7 @@ def divergence(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float((np.exp(b) * (b - a)).sum(-1).mean())
 
 
-ORDER_OF_SUMS = 1e-3  # nats: 0.00003 on one CPU, 0.00036 on another, where an expert is chosen otherwise
+ORDER_OF_SUMS = 6e-4  # nats: 0.00003 on one CPU, 0.00036 on another, where an expert is chosen otherwise
 LENGTHS = (300, 37, 128, 65, 11)
 
 
