@@ -18,7 +18,6 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ._headers import (
-    MAX_HEADER,
     Range,
     Stored,
     header_length,
@@ -28,12 +27,10 @@ from ._headers import (
     read_file,
     read_header,
 )
-from ._shards import FolderShards, Place, Repo, ShardReader, Shards, in_folder
+from ._shards import Place, Repo, ShardReader, Shards, in_folder
 
 __all__ = [
-    "MAX_HEADER",
     "Checkpoint",
-    "FolderShards",
     "Place",
     "Range",
     "Reader",

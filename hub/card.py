@@ -104,11 +104,6 @@ def pulled_apart(text: str) -> Pieces:
     return Pieces(front, body[:start], body[start:stop], body[stop:])
 
 
-def license_of(text: str | None) -> License | None:
-    """The licence that a card names; None where it names none."""
-    return _license(loaded(split(text).block)) if text else None
-
-
 def _license(data: Mapping[Any, Any]) -> License | None:
     value = data.get("license")
     named = ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
